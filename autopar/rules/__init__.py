@@ -1,0 +1,78 @@
+"""Op rules. To add one: put a line into the table of the file whose class fits, or a function where it depends on arguments.
+
+`lookup(op)` gives the `Rule` of a call. An op without a rule is replicated: every operand whole, every output whole;
+such fallbacks are counted in the plan and named once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+
+from autopar.graph import Op
+from autopar.rules.grammar import Dim, Factor, Line, Rule, match
+
+RuleFn = Callable[[Op], "Line | str | Rule | None"]
+_RULES: dict[str, RuleFn] = {}
+_MODULES = (
+    "pointwise", "view", "matmul", "reduction", "norm", "index", "factory", "attention", "conv", "loss", "random", "moe",
+)  # fmt: skip
+
+
+def rule(*targets: str) -> Callable[[RuleFn], RuleFn]:
+    """Registers a function of the op as the rule of `targets`. It may return None: no rule for these arguments."""
+
+    def register(fn: RuleFn) -> RuleFn:
+        for t in targets:
+            assert t not in _RULES, f"two rules for {t}"
+            _RULES[t] = fn
+        return fn
+
+    return register
+
+
+def table(lines: dict[str, Line | str]) -> None:
+    """Registers ops whose line is the same for all arguments."""
+    for target, line in lines.items():
+        rule(target)(lambda op, line=line: line)  # type: ignore[misc]
+
+
+def targets() -> tuple[str, ...]:
+    """Every op that has a rule."""
+    _load()
+    return tuple(_RULES)
+
+
+def lookup(op: Op) -> Rule:
+    """The rule of this call; a fallback (`is_fallback`) if there is none."""
+    _load()
+    fn = _RULES.get(op.target)
+    found = fn(op) if fn else None
+    if found is None:
+        return fallback(op)
+    return found if isinstance(found, Rule) else match(found, op)
+
+
+def fallback(op: Op) -> Rule:
+    """Replicated: each dim is a loop of its own that may not be split."""
+    factors: dict[str, Factor] = {}
+
+    def dims(shape: tuple[int, ...]) -> tuple[Dim, ...]:
+        out = []
+        for n in shape:
+            name = f"x{len(factors)}"
+            factors[name] = Factor(name, n, None, False)
+            out.append((name,))
+        return tuple(out)
+
+    inputs = tuple(dims(t.shape) for t in op.inputs)
+    outputs = tuple(None if t is None else dims(t.shape) for t in op.outputs)
+    heavy = math.prod(op.outputs[0].shape) if op.outputs and op.outputs[0] is not None else 0
+    return Rule(factors, inputs, outputs, (), "cheap" if heavy <= 1 else "cheap", True)
+
+
+def _load() -> None:
+    if len(_RULES) == 0:
+        for m in _MODULES:
+            importlib.import_module(f"autopar.rules.{m}")
