@@ -60,6 +60,9 @@ class Placement:
     def reductions(self) -> dict[str, str]:
         return dict(self.partial)
 
+    def without_partial(self) -> Placement:
+        return Placement(self.shape, self.splits)
+
     @property
     def is_replicate(self) -> bool:
         return not self.splits and not self.partial

@@ -1,0 +1,55 @@
+# Everything a newcomer types. Each target does its own set-up: a virtual environment in .venv, torch's CPU build, this package.
+#   make demo       train on four processes and on one, compare the curves, save, resume on two
+#   make test       lint, types and every test that needs no GPU
+#   make gpu-check  one-GPU smoke test with the torch of GPU_PYTHON; touches no network
+
+PYTHON ?= python3
+GPU_PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+# The import package is spread over four folders (see pyproject.toml); here they lie together, for tools that cannot follow an editable install.
+TREE := build/tree
+
+export OMP_NUM_THREADS := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test lint types unit spmd dist gpu-check tree clean
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/demo.py $(ARGS)
+
+test: lint types unit spmd dist
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED) tree
+	MYPYPATH=$(TREE) $(BIN)/mypy -p autopar.solver -m autopar.plan -m autopar.graph -m autopar.mesh -m autopar.placement -m autopar.rules.grammar
+
+unit spmd: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 tests/$@
+
+# Each of these starts processes of its own; side by side they would only wait for each other's cores.
+dist: $(INSTALLED)
+	$(BIN)/python -m pytest tests/dist
+
+gpu-check: tree
+	PYTHONPATH=$(CURDIR)/$(TREE) $(GPU_PYTHON) tests/gpu/check.py
+
+tree:
+	@rm -rf $(TREE) && mkdir -p $(TREE)/autopar
+	@ln -s $(CURDIR)/autopar/* $(CURDIR)/solver $(CURDIR)/passes $(CURDIR)/kernels $(TREE)/autopar/
+
+# torch by its exact version first: the resolver would otherwise take the build that brings gigabytes of CUDA libraries.
+$(INSTALLED): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "setuptools>=77"
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet -e ".[hf,dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

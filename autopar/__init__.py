@@ -1,0 +1,13 @@
+"""autopar: one line that makes an ordinary PyTorch training program run fast on many GPUs.
+
+model = autopar.compile(model, mesh)
+"""
+
+from autopar.api import compile
+from autopar.build import Precision
+from autopar.errors import AutoparError
+from autopar.layout import Layout
+from autopar.plan import Plan
+from autopar.runtime import ParallelModule
+
+__all__ = ["AutoparError", "Layout", "ParallelModule", "Plan", "Precision", "compile"]

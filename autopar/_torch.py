@@ -1,0 +1,167 @@
+"""The only file that imports private torch APIs; it absorbs the differences between versions (torch >= 2.11)."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+
+# ---- fake tensors and capture ------------------------------------------------------------------------------------
+
+
+def new_fake_mode() -> Any:
+    """A FakeTensorMode with a shape environment (Inductor's cache needs one)."""
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv())
+
+
+def export_joint(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[fx.GraphModule, list[Any], list[Any], Any]:
+    """Joint forward/backward graph of `module(*inputs)`: graph, input descriptors, output descriptors, output pytree spec."""
+    from torch._dynamo.functional_export import _dynamo_graph_capture_for_export
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+    from torch.export._trace import _restore_state_dict
+
+    torch._dynamo.reset()
+    gm = _dynamo_graph_capture_for_export(module)(*inputs)
+    _restore_state_dict(module, gm)
+    with ExitStack() as stack:
+        joint = aot_export_joint_with_descriptors(stack, gm, inputs, decompositions=_early_decompositions())
+    g = joint.graph_module
+    in_descs = [n.meta["desc"] for n in g.graph.nodes if n.op == "placeholder"]
+    out_descs = list(g.graph.output_node().meta["desc"])
+    return g, in_descs, out_descs, joint.out_spec
+
+
+def _early_decompositions() -> dict[Any, Callable[..., Any]]:
+    """Bias additions become ops of their own: a split contraction is reduced before the bias is added once.
+
+    Inductor fuses them again.
+    """
+    aten = torch.ops.aten
+
+    def addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> torch.Tensor:
+        out = aten.mm(a, b)
+        out = out if alpha == 1 else out * alpha
+        return out + (bias if beta == 1 else bias * beta)
+
+    return {aten.addmm.default: addmm}
+
+
+def describe_io(desc: Any) -> tuple[str, Any]:
+    """(kind, name or position) of an input or output descriptor of AOTAutograd."""
+    from torch._functorch._aot_autograd import descriptors as d
+
+    if desc is None:
+        return "none", None
+    if isinstance(desc, d.ParamAOTInput):
+        return "param", desc.target
+    if isinstance(desc, d.BufferAOTInput):
+        return "buffer", desc.target
+    if isinstance(desc, d.PlainAOTInput):
+        return "input", desc.idx
+    if isinstance(desc, d.TangentAOTInput):
+        kind, value = describe_io(desc.output)
+        return "tangent", value if kind == "output" else -1
+    if isinstance(desc, d.PlainAOTOutput):
+        return "output", desc.idx
+    if isinstance(desc, d.GradAOTOutput):
+        kind, value = describe_io(desc.grad_of)
+        return ("grad", value) if kind == "param" else ("input_grad", value)
+    if isinstance(desc, d.InputMutationAOTOutput):
+        kind, value = describe_io(desc.mutated_input)
+        return ("buffer_update", value) if kind == "buffer" else ("input_update", value if kind == "input" else -1)
+    return "other", None
+
+
+def drop_dead_code(gm: fx.GraphModule) -> None:
+    """Dead code elimination that knows functional collectives to be pure (torch's counts wait_tensor as a side effect)."""
+
+    def impure(n: fx.Node) -> bool:
+        return n.op in ("placeholder", "output") or "_assert" in str(n.target) or "copy_" in str(n.target)
+
+    for n in reversed(list(gm.graph.nodes)):
+        if not n.users and not impure(n):
+            gm.graph.erase_node(n)
+    gm.recompile()
+
+
+def explain_capture_failure(e: BaseException) -> tuple[str, str] | None:
+    """(what, "file:line in function: source") of an error raised while capturing; None if it is not about capture."""
+    from torch._dynamo import exc
+
+    kinds: tuple[type[BaseException], ...] = (exc.TorchDynamoException,)
+    import torch.fx.experimental.symbolic_shapes as ss
+
+    kinds += (ss.GuardOnDataDependentSymNode,)
+    seen: BaseException | None = e
+    while seen is not None and not isinstance(seen, kinds):
+        seen = seen.__cause__
+    if seen is None:
+        return None
+    text = str(getattr(seen, "msg", None) or seen).strip().splitlines()
+    what = next((t for t in text if t.strip()), type(seen).__name__)
+    explanation = next((t.strip() for t in text if t.strip().startswith("Explanation:")), "")
+    stack = getattr(seen, "real_stack", None)
+    where = ""
+    if stack:
+        f = stack[-1]
+        where = f"{f.filename}:{f.lineno} in {f.name}: {f.line}"
+    return " ".join([what, explanation]).strip(), where
+
+
+# ---- fx ------------------------------------------------------------------------------------------------------------
+
+
+def is_getitem(n: fx.Node) -> bool:
+    return n.target is operator.getitem
+
+
+def is_fake(t: torch.Tensor) -> bool:
+    from torch._subclasses import FakeTensor
+
+    return isinstance(t, FakeTensor)
+
+
+getitem = operator.getitem
+
+
+# ---- distributed ---------------------------------------------------------------------------------------------------
+
+
+def alias_process_group(name: str, group: Any) -> None:
+    """Makes `group` known to functional collectives under `name` too, so that graphs have the same text on every rank."""
+    from torch._C._distributed_c10d import _register_process_group
+
+    with contextlib.suppress(RuntimeError):  # already registered: by an earlier model on the same mesh
+        _register_process_group(name, group)
+
+
+def unalias_process_groups() -> None:
+    """Forgets all aliases (before destroy_process_group, which the registry's references would outlive)."""
+    from torch._C._distributed_c10d import _unregister_all_process_groups
+
+    _unregister_all_process_groups()
+
+
+def local_tensor(t: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor itself (not a view that autograd tracks)."""
+    return t._local_tensor  # type: ignore[attr-defined]
+
+
+
+def dtensor(local: torch.Tensor, mesh: Any, placements: Any, shape: tuple[int, ...]) -> Any:
+    """A DTensor of global `shape` (contiguous) from a local shard, without communication."""
+    from torch.distributed.tensor import DTensor
+
+    stride = [1] * len(shape)
+    for i in reversed(range(len(shape) - 1)):
+        stride[i] = stride[i + 1] * max(shape[i + 1], 1)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))

@@ -1,0 +1,90 @@
+"""The verbs. `compile` is: capture -> describe -> plan -> passes -> lower -> step, at the first call of each kind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar.build import Config, Precision
+from autopar.errors import AutoparError, MeshError
+from autopar.layout import Layout
+from autopar.runtime import ParallelModule
+
+
+def compile(
+    model: nn.Module,
+    mesh: DeviceMesh | tuple[int, ...] | Mapping[str, int] | None = None,
+    *,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
+    inputs: str = "global",
+    outputs: str = "loss",
+    layout: str | Layout | None = None,
+    precision: Precision | str | torch.dtype | None = None,
+    optimizer: Any = "adamw",
+    grad_accumulation: int = 1,
+    backend: str = "inductor",
+) -> ParallelModule:
+    """Makes `model` train on `mesh` as it would on one device.
+
+    mesh: a DeviceMesh, or axis sizes ((2, 4) or {"dp": 2, "tp": 4}); default: all processes on one axis.
+    loss_fn: `loss_fn(model(*inputs), target)`; the call is then `model(*inputs, target=...)` or `model(*inputs, target)` and returns the loss.
+    example_inputs: arguments of a first call (a dict of keywords, or a tuple), to compile at once instead of at the first step.
+    inputs: "global": every rank passes the same whole batch; "local": its own part.
+    outputs: "loss": in training only the scalar `loss` of the model's output is computed; "all": everything.
+    layout: "ddp" | "fsdp" | "tp" | "fsdp+tp" | Layout(...); default "fsdp".
+    precision: "bf16" (compute and gather in bf16, parameters and reductions in fp32) or Precision(param=, reduce=).
+    optimizer: name or class the memory is planned for; checked at its first step.
+    grad_accumulation: gradients are reduced at every m-th backward.
+    backend: "inductor", or "aot_eager" for debugging.
+
+    Returns a ParallelModule: parameters are DTensors under the model's own names. Raises AutoparError (see errors.py).
+    """
+    if not isinstance(model, nn.Module):
+        raise AutoparError(f"autopar.compile needs an nn.Module, not {type(model).__name__}")
+    if backend not in ("inductor", "aot_eager"):
+        raise AutoparError(f"unknown backend {backend!r}", fix='use "inductor" or "aot_eager"')
+    if outputs not in ("loss", "all"):
+        raise AutoparError(f"unknown outputs {outputs!r}", fix='use "loss" or "all"')
+    config = Config(
+        loss_fn, inputs, layout or "fsdp", Precision.of(precision), optimizer, grad_accumulation, backend, outputs
+    )  # fmt: skip
+    module = ParallelModule(model, _device_mesh(mesh), config)
+    if example_inputs is not None:
+        args, kwargs = (example_inputs, {}) if isinstance(example_inputs, tuple) else ((), dict(example_inputs))
+        module.prepare(*args, **kwargs)
+    return module
+
+
+def _device_mesh(mesh: DeviceMesh | tuple[int, ...] | Mapping[str, int] | None) -> DeviceMesh:
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    if not dist.is_initialized():
+        if "RANK" in os.environ:
+            dist.init_process_group()
+        else:
+            dist.init_process_group("gloo" if not torch.cuda.is_available() else None, store=dist.HashStore(), rank=0, world_size=1)
+    world = dist.get_world_size()
+    if mesh is None:
+        sizes, names = (world,), ("dp",)
+    elif isinstance(mesh, Mapping):
+        sizes, names = tuple(mesh.values()), tuple(mesh)
+    else:
+        sizes = (mesh,) if isinstance(mesh, int) else tuple(mesh)
+        names = ("dp", "tp")[: len(sizes)] if len(sizes) <= 2 else tuple(f"axis{i}" for i in range(len(sizes)))
+    total = 1
+    for s in sizes:
+        total *= s
+    if total != world:
+        raise MeshError(
+            f"a mesh of {' x '.join(map(str, sizes))} needs {total} processes, the world has {world}",
+            fix="start as many processes (torchrun --nproc-per-node), or make the mesh smaller",
+        )
+    device = "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu"
+    return init_device_mesh(device, sizes, mesh_dim_names=names)

@@ -1,0 +1,86 @@
+"""From what the user passes to what this rank's graph takes."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from autopar.capture import Call
+from autopar.errors import InputError
+from autopar.graph import Tensor
+from autopar.groups import Groups
+from autopar.placement import Placement
+from autopar.shards import cut, dtensor_placements
+from autopar.storage import batch_size
+
+CHECKED_BATCHES = 3  # how many of the first batches ranks compare
+
+
+class InputReader:
+    """mode "global": every rank passes the same whole batch; "local": each passes its part, in order of `data_rank`."""
+
+    def __init__(self, groups: Groups, mode: str, data_axes: tuple[str, ...]) -> None:
+        if mode not in ("global", "local"):
+            raise InputError(f"inputs={mode!r} is not a mode", fix='use inputs="global" (the same batch on every rank) or inputs="local"')
+        self.groups, self.mode, self.data_axes = groups, mode, data_axes
+        self.left = CHECKED_BATCHES
+        self.parts = groups.mesh.sizes_product(data_axes)
+
+    def global_shapes(self, call: Call) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        shapes = [tuple(t.shape) for t in call.tensors]
+        if self.mode == "local":
+            batch = batch_size(tuple(Tensor("", s, "") for s, t in zip(shapes, call.tensors, strict=True) if not isinstance(t, DTensor)))
+            shapes = [
+                (s[0] * self.parts, *s[1:]) if s and s[0] == batch and not isinstance(t, DTensor) else s
+                for s, t in zip(shapes, call.tensors, strict=True)
+            ]
+        return tuple((s, t.dtype) for s, t in zip(shapes, call.tensors, strict=True))
+
+    def local(self, t: torch.Tensor, p: Placement, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's part of input `t`, which the plan places at `p`."""
+        if isinstance(t, DTensor):
+            t = t.detach().redistribute(self.groups.device_mesh, dtensor_placements(p, self.groups.mesh)).to_local()
+        elif self.mode == "global":
+            t = cut(t.detach(), p, self.groups.mesh, self.groups.coordinates)
+        elif tuple(t.shape) != p.local_shape(self.groups.mesh):
+            raise InputError(
+                f"a local input of shape {tuple(t.shape)} does not make a whole batch that splits {self.parts} ways",
+                fix="every rank must pass the same local batch size",
+            )
+        return t.detach().to(device=device, dtype=dtype).contiguous()
+
+    def check_same(self, call: Call, force: bool = False) -> None:
+        """Raises on every rank if the ranks' batches differ (global) or differ in shape (local); the first batches only."""
+        if not force and self.left <= 0:
+            return
+        self.left -= 1
+        if len(self.groups.ranks) == 1:
+            return
+        mine = [(n, tuple(t.shape), str(t.dtype), self._digest(t)) for n, t in zip(call.paths, call.tensors, strict=True)]
+        mine.append(("other arguments", (), "", repr(call.constants)))
+        everyone: list[Any] = [None] * len(self.groups.ranks)
+        dist.all_gather_object(everyone, mine, group=self._group())
+        for rank, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                name = next((a[0] for a, b in zip(theirs, everyone[0], strict=False) if a != b), "their number")
+                raise InputError(
+                    f"ranks 0 and {rank} were given different batches",
+                    where=f"input {name}",
+                    fix='with inputs="global" every rank passes the same whole batch (seed the loader alike); for a '
+                    'DistributedSampler pass inputs="local" to autopar.compile',
+                )
+
+    def _group(self) -> Any:
+        axes = tuple(a.name for a in self.groups.mesh.axes if a.size > 1)
+        self.groups.ensure(axes)
+        return self.groups.made[axes]
+
+    def _digest(self, t: torch.Tensor) -> str:
+        if self.mode == "local" or isinstance(t, DTensor):
+            return ""
+        data = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return hashlib.blake2b(data.numpy().tobytes(), digest_size=16).hexdigest()

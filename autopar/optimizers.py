@@ -1,0 +1,67 @@
+"""Seeing the optimizer that steps our parameters: is it the one planned for, and does its state live where the parameters do?"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autopar.errors import OptimizerError
+
+# Bytes of state per parameter element in fp32 moments; optimizers not listed are accepted.
+STATE_TENSORS = {"sgd": 0, "sgd-momentum": 1, "rmsprop": 1, "adagrad": 1, "lion": 1, "adam": 2, "adamw": 2, "nadam": 2, "radam": 2, "adamax": 2}
+
+
+def watch(module: nn.Module, planned: str | type[Optimizer]) -> None:
+    """Checks every optimizer that holds parameters of `module` at its first step."""
+    name = planned if isinstance(planned, str) else planned.__name__
+    if name.lower() not in STATE_TENSORS and isinstance(planned, str):
+        raise OptimizerError(f"unknown optimizer {planned!r}", fix=f"use one of {', '.join(STATE_TENSORS)}, or the class itself")
+    ref = weakref.ref(module)
+    checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        live = ref()
+        if live is None:
+            handle.remove()
+            return
+        if optimizer in checked:
+            return
+        ours = {id(p) for p in live.parameters()}
+        if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+            checked.add(optimizer)
+            _check(optimizer, planned, name)
+            _move_state(optimizer)
+
+    handle = register_optimizer_step_pre_hook(before_step)
+
+
+def _kind(optimizer: Optimizer) -> str:
+    kind = type(optimizer).__name__.lower()
+    return "sgd-momentum" if kind == "sgd" and any(g.get("momentum") for g in optimizer.param_groups) else kind
+
+
+def _check(optimizer: Optimizer, planned: str | type[Optimizer], name: str) -> None:
+    if isinstance(planned, type):
+        wrong = not isinstance(optimizer, planned)
+    else:
+        wrong = STATE_TENSORS.get(_kind(optimizer), 0) > STATE_TENSORS[name.lower()]
+    if wrong:
+        raise OptimizerError(
+            f"the plan counts on the memory of {name}, but {type(optimizer).__name__} steps these parameters",
+            fix=f'pass optimizer="{_kind(optimizer)}" (or the class) to autopar.compile',
+        )
+
+
+def _move_state(optimizer: Optimizer) -> None:
+    """State made (or loaded) before the first call follows the parameters to their final placement."""
+    for p, state in optimizer.state.items():
+        if not isinstance(p, DTensor):
+            continue
+        for key, value in state.items():
+            if isinstance(value, DTensor) and value.shape == p.shape and value.placements != p.placements:
+                state[key] = value.redistribute(p.device_mesh, p.placements)

@@ -1,0 +1,93 @@
+"""A compiled step: capture -> describe -> plan -> shard -> partition -> lower, and how its graph inputs are filled at run time.
+
+A step belongs to one kind of call (structure, shapes, train or eval, grad or not). Forward is lowered at once; the
+backward variants (reduce gradients or not, with or without gradients accumulated earlier) when first needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from autopar.capture import Captured, Role
+from autopar.graph import Graph
+from autopar.groups import Groups
+from autopar.lower import CompileOnce, Lowered, lower
+from autopar.passes.partition import Parts, partition
+from autopar.passes.shard import Options, group_names, shard
+from autopar.plan import CollectiveUse, Plan
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What lowering depends on besides the plan."""
+
+    device: torch.device
+    storage: Mapping[str, torch.dtype]
+    reduce: torch.dtype | None
+    backend: str
+    once: CompileOnce | None
+
+
+class Step:
+    """One captured call, lowered. `forward(values)` returns (results by role, saved tensors); `backward(...)` the gradients."""
+
+    def __init__(self, captured: Captured, graph: Graph, plan: Plan, groups: Groups, settings: Settings) -> None:
+        self.captured, self.graph, self.plan, self.groups, self.settings = captured, graph, plan, groups, settings
+        parts, self.collectives = self.parts(True, False)
+        self.base = parts
+        self.plan = replace(plan, collectives=self.collectives)
+        places = [n for n in parts.forward.graph.nodes if n.op == "placeholder"]
+        self.dtypes = {r: n.meta["val"].dtype for r, n in zip(parts.forward_inputs, places, strict=True)}
+        self.lowered = self.lower(parts.forward, None)
+        self.backwards: dict[tuple[bool, bool], tuple[Parts, Lowered]] = {}
+
+    @property
+    def has_backward(self) -> bool:
+        return self.base.backward is not None
+
+    def parts(self, sync: bool, accumulated: bool) -> tuple[Parts, tuple[CollectiveUse, ...]]:
+        s = self.settings
+        options = Options(s.device, dict(s.storage), self.groups.prefix, s.reduce, sync, accumulated)
+        sharded = shard(self.captured, self.graph, self.plan, options)
+        for axes in group_names(sharded.gm, self.groups.prefix):
+            self.groups.ensure(axes)
+        return partition(sharded, reshard_after_forward=self.plan.reshard_after_forward), sharded.collectives
+
+    def lower(self, forward: Any, backward: Any) -> Lowered:
+        s = self.settings
+        return lower(forward, backward, backend=s.backend, fake_mode=self.captured.fake_mode, once=s.once)
+
+    def tangent_like(self, index: int) -> torch.Tensor:
+        """Shape and dtype of the tangent of output `index`."""
+        assert self.base.backward is not None
+        places = [n for n in self.base.backward.graph.nodes if n.op == "placeholder"][len(self.base.saved) :]
+        return next(n.meta["val"] for r, n in zip(self.base.backward_inputs, places, strict=True) if r == Role("tangent", "", index))
+
+    def backward_of(self, sync: bool, accumulated: bool) -> tuple[Parts, Lowered]:
+        key = (sync, accumulated)
+        if key not in self.backwards:
+            parts = self.base if key == (True, False) else self.parts(*key)[0]
+            assert parts.saved == self.base.saved, "variants of backward must read the same saved values"
+            self.backwards[key] = (parts, self.lower(None, parts.backward))
+        return self.backwards[key]
+
+    def forward(self, values: Mapping[Role, torch.Tensor]) -> tuple[list[tuple[Role, torch.Tensor | None]], list[torch.Tensor]]:
+        """values: a local tensor for every graph input's role."""
+        flat = [values[r] for r in self.base.forward_inputs]
+        out = self.lowered.forward_fn(flat)
+        n = len(self.base.forward_outputs)
+        return list(zip(self.base.forward_outputs, out[:n], strict=True)), list(out[n:])
+
+    def backward(
+        self, saved: list[torch.Tensor], values: Mapping[Role, torch.Tensor], sync: bool, accumulated: bool
+    ) -> list[tuple[Role, torch.Tensor | None]]:
+        parts, lowered = self.backward_of(sync, accumulated)
+        flat = [*saved, *(values[r] for r in parts.backward_inputs)]
+        saved.clear()
+        assert lowered.backward_fn is not None
+        out = lowered.backward_fn(flat)
+        return list(zip(parts.backward_outputs, out, strict=True))

@@ -1,0 +1,1 @@
+"""Passes: fx graph in, fx graph out."""

@@ -1,0 +1,174 @@
+"""Joint graph -> forward graph and backward graph.
+
+What backward reads of forward is saved, except values that follow from parameters alone (casts, gathers, views of weights): those are
+made again in backward right before their first use, which is what `reshard_after_forward` means for a gathered
+parameter. Graph inputs that backward needs itself (parameter shards, coordinates, seed) are passed to it again, not saved.
+
+Requires: meta["direction"] on every node. Provides: two graphs; every backward placeholder is a saved value, a tangent, or a role of the
+joint graph. Bitwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.capture import Role
+from autopar.passes.shard import Sharded
+
+
+@dataclass(frozen=True)
+class Parts:
+    """forward: placeholders `forward_inputs`, outputs `forward_outputs` + saved values. backward: placeholders are the saved values, then
+    `backward_inputs`; outputs `backward_outputs`. backward is None for inference."""
+
+    forward: fx.GraphModule
+    forward_inputs: tuple[Role, ...]
+    forward_outputs: tuple[Role, ...]
+    saved: tuple[str, ...]
+    backward: fx.GraphModule | None
+    backward_inputs: tuple[Role, ...]
+    backward_outputs: tuple[Role, ...]
+
+
+_GRADS = ("grad", "input_grad")
+
+
+def partition(sharded: Sharded, *, reshard_after_forward: bool = True) -> Parts:
+    gm = sharded.gm
+    nodes = list(gm.graph.nodes)
+    places = [n for n in nodes if n.op == "placeholder"]
+    role_of = dict(zip(places, sharded.inputs, strict=True))
+    results = list(gm.graph.output_node().args[0])
+    fw_results = [(r, n) for r, n in zip(sharded.outputs, results, strict=True) if r.kind not in _GRADS]
+    bw_results = [(r, n) for r, n in zip(sharded.outputs, results, strict=True) if r.kind in _GRADS]
+    backward_nodes = [n for n in nodes if n.op == "call_function" and n.meta["direction"] == "backward"]
+    is_backward = set(backward_nodes)
+    again = _recomputable(nodes, role_of, is_backward, reshard_after_forward)
+
+    saved: dict[fx.Node, None] = {}
+    used: dict[fx.Node, None] = {}  # graph inputs (and constants) that backward reads
+    seen: set[fx.Node] = set()
+
+    def need(n: fx.Node) -> None:
+        if n in seen or n in is_backward:
+            return
+        seen.add(n)
+        if n.op in ("placeholder", "get_attr") and not (n.op == "placeholder" and role_of[n].kind in ("input", "buffer")):
+            used[n] = None
+        elif n in again:
+            for a in n.all_input_nodes:
+                need(a)
+        else:
+            saved[n] = None
+
+    for n in backward_nodes:
+        for a in n.all_input_nodes:
+            need(a)
+    for _, n in bw_results:
+        if isinstance(n, fx.Node):
+            need(n)
+
+    order = {n: i for i, n in enumerate(nodes)}
+    kept = sorted(saved, key=order.__getitem__)
+    forward, fw_inputs = _forward(gm, places, role_of, is_backward, [n for _, n in fw_results] + kept)
+    if not bw_results:
+        return Parts(forward, fw_inputs, tuple(r for r, _ in fw_results), (), None, (), ())
+    bw_places = [n for n in places if n in used]
+    backward = _backward(gm, kept, bw_places, nodes, is_backward, again, [n for _, n in bw_results])
+    return Parts(
+        forward, fw_inputs, tuple(r for r, _ in fw_results), tuple(n.name for n in kept),
+        backward, tuple(role_of[n] for n in bw_places), tuple(r for r, _ in bw_results),
+    )  # fmt: skip
+
+
+def _recomputable(nodes: list[fx.Node], role_of: dict[fx.Node, Role], is_backward: set[fx.Node], gathers: bool) -> set[fx.Node]:
+    """Forward nodes that depend on parameters and coordinates only."""
+    out: set[fx.Node] = set()
+    for n in nodes:
+        if n.op != "call_function" or n in is_backward or not n.all_input_nodes:
+            continue
+        if "c10d" in str(n.target) and not gathers:
+            continue
+        if all(a in out or (a in role_of and role_of[a].kind in ("param", "coordinate")) for a in n.all_input_nodes):
+            out.add(n)
+    return out
+
+
+def _copy(target: fx.Graph, n: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
+    new = target.node_copy(n, env.__getitem__)
+    new.meta = dict(n.meta)
+    return new
+
+
+def _forward(
+    gm: fx.GraphModule, places: list[fx.Node], role_of: dict[fx.Node, Role], is_backward: set[fx.Node], results: list[fx.Node | None]
+) -> tuple[fx.GraphModule, tuple[Role, ...]]:
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    roles = []
+    needed = _closure([n for n in results if isinstance(n, fx.Node)])
+    for n in places:
+        if role_of[n].kind not in ("tangent", "accumulated"):
+            env[n] = _copy(graph, n, env)
+            roles.append(role_of[n])
+    for n in gm.graph.nodes:
+        if n.op in ("call_function", "get_attr") and n not in is_backward and n in needed:
+            env[n] = _copy(graph, n, env)
+    graph.output(tuple(env[n] if isinstance(n, fx.Node) else None for n in results))
+    return _module(gm, graph), tuple(roles)
+
+
+def _backward(
+    gm: fx.GraphModule,
+    kept: list[fx.Node],
+    places: list[fx.Node],
+    nodes: list[fx.Node],
+    is_backward: set[fx.Node],
+    again: set[fx.Node],
+    results: list[fx.Node | None],
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for n in [*kept, *places]:
+        new = graph.placeholder("saved_" + n.name if n.op != "placeholder" else n.name)
+        new.meta = {"val": n.meta["val"], "direction": "backward"}
+        env[n] = new
+
+    def bring(n: fx.Node) -> None:
+        if n in env:
+            return
+        assert n in again or n.op == "get_attr", n
+        for a in n.all_input_nodes:
+            bring(a)
+        env[n] = _copy(graph, n, env)
+
+    needed = _closure([n for n in results if isinstance(n, fx.Node)])
+    for n in nodes:
+        if n in is_backward and n in needed:
+            for a in n.all_input_nodes:
+                bring(a)
+            env[n] = _copy(graph, n, env)
+    for n in results:
+        if isinstance(n, fx.Node):
+            bring(n)
+    graph.output(tuple(env[n] if isinstance(n, fx.Node) else None for n in results))
+    return _module(gm, graph)
+
+
+def _closure(results: list[fx.Node]) -> set[fx.Node]:
+    seen: set[fx.Node] = set()
+    todo = list(results)
+    while todo:
+        n = todo.pop()
+        if n not in seen:
+            seen.add(n)
+            todo += n.all_input_nodes
+    return seen
+
+
+def _module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    out = fx.GraphModule(root, graph)
+    out.graph.lint()
+    return out

@@ -1,0 +1,65 @@
+"""One redistribution step in torch ops on local tensors.
+
+All four collectives have one shape: cut the local tensor into the digits of both placements, bring the digits that the
+collective splits to the front, run it on dim 0, put the digits it joins where they belong. Where the digits are already at the
+front (a shard of dim 0) the permutation is the identity and costs nothing. All-to-all is one collective also on CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from autopar.mesh import Mesh
+from autopar.redistribution import Step, union_digits
+
+
+def run_step(
+    x: torch.Tensor, step: Step, mesh: Mesh, coordinate: Callable[[str], torch.Tensor], group: Callable[[tuple[str, ...]], str]
+) -> torch.Tensor:
+    """`x`, local in `step.src`, as the local tensor in `step.dst`."""
+    c10d = torch.ops._c10d_functional
+    if step.kind == "all_reduce":
+        return c10d.wait_tensor(c10d.all_reduce(x.contiguous(), step.reduce, group(step.axes)))
+    digits = union_digits(step.src, step.dst, list(step.axes), mesh)
+    assert digits is not None
+    flat = [d for dim in digits for d in dim]
+    width = mesh.sizes_product(step.axes)
+    # Before: the local tensor has the "local" and "to" digits; after: "local" and "from".
+    before = [d for d in flat if d[1] != "from"]
+    local = [d for d in flat if d[1] == "local"]
+    rest = [d[0] for d in local]
+    if step.kind == "all_gather":
+        y = x.contiguous()
+    else:
+        front = [before.index((mesh.axis_size(a), "to", a)) for a in step.axes]
+        order = front + [i for i, d in enumerate(before) if d[1] == "local"]
+        y = x.reshape([d[0] for d in before]).permute(order).reshape([width, *rest])
+    if step.kind == "slice":
+        index = coordinate(step.axes[0])
+        for a in step.axes[1:]:
+            index = index * mesh.axis_size(a) + coordinate(a)
+        return y.index_select(0, index.reshape(1)).reshape(step.dst.local_shape(mesh))
+    if step.kind == "reduce_scatter":
+        y = c10d.wait_tensor(c10d.reduce_scatter_tensor(y.contiguous(), step.reduce, width, group(step.axes)))
+        return y.reshape(step.dst.local_shape(mesh))
+    if step.kind == "all_to_all":
+        y = c10d.wait_tensor(c10d.all_to_all_single(y.contiguous(), [1] * width, [1] * width, group(step.axes)))
+    else:
+        if y.dim() == 0:
+            y = y.reshape(1)
+        y = c10d.wait_tensor(c10d.all_gather_into_tensor(y, width, group(step.axes)))
+    # Now dim 0 runs over the ranks of the group, i.e. over the "from" digits in mesh order.
+    y = y.reshape([mesh.axis_size(a) for a in step.axes] + rest)
+    after = [d for d in flat if d[1] != "to"]
+    source = {("from", a): i for i, a in enumerate(step.axes)}
+    n = len(step.axes)
+    order = []
+    for d in after:
+        if d[1] == "local":
+            order.append(n)
+            n += 1
+        else:
+            order.append(source[("from", d[2])])
+    return y.permute(order).reshape(step.dst.local_shape(mesh))

@@ -1,0 +1,1 @@
+"""The integer program. Imports no torch."""

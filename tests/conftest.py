@@ -1,0 +1,40 @@
+"""Shared by all tests: one thread a process (ranks and xdist workers share the cores), reproducible property tests, a launcher."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import hypothesis
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+torch.set_num_threads(1)
+# The same examples on every machine and run; a slow first call (imports, tracing) is no failure.
+hypothesis.settings.register_profile("autopar", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("autopar")
+
+Torchrun = Callable[..., str]
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path) -> Torchrun:
+    """Runs a script on `processes` gloo processes as a user would, and returns what it printed; a failure shows all of it."""
+
+    def run(script: str, *args: str, processes: int = 2, timeout_s: float = 300) -> str:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        done = subprocess.run(
+            [*launcher, str(ROOT / script), *args], cwd=tmp_path, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+        assert done.returncode == 0, f"{script} {' '.join(args)} exited with {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    return run
