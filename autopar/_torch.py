@@ -165,3 +165,34 @@ def dtensor(local: torch.Tensor, mesh: Any, placements: Any, shape: tuple[int, .
     for i in reversed(range(len(shape) - 1)):
         stride[i] = stride[i + 1] * max(shape[i + 1], 1)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+
+
+# ---- graph checks --------------------------------------------------------------------------------------------------
+
+
+def is_pure(n: fx.Node) -> bool:
+    """Our graphs are functional and draw random numbers from counters only; what writes or asserts must stay."""
+    if isinstance(n.target, torch._ops.OpOverload):
+        return not n.target._schema.is_mutable and "assert" not in str(n.target)
+    return True
+
+
+def without_dead_code(gm: fx.GraphModule) -> fx.GraphModule:
+    drop_dead_code(gm)
+    return gm
+
+
+def check_recorded_values(gm: fx.GraphModule, fake_mode: Any) -> None:
+    """Every node, run again on its operands' recorded fake values, gives the recorded shapes and dtypes."""
+    for n in gm.graph.nodes:
+        if n.op != "call_function":
+            continue
+        args, kwargs = fx.map_arg((n.args, n.kwargs), lambda m: m.meta["val"])
+        with fake_mode:
+            got = n.target(*args, **kwargs)
+        same = [
+            (g.shape, g.dtype) == (w.shape, w.dtype)
+            for g, w in zip(*(v if isinstance(v, (list, tuple)) else [v] for v in (got, n.meta["val"])), strict=True)
+            if isinstance(g, torch.Tensor)
+        ]
+        assert all(same), f"recorded value of {n.format_node()} is not what it computes"

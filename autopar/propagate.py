@@ -44,6 +44,7 @@ class _Propagator:
             for name in dict.fromkeys(t.name for t in o.inputs):
                 self.consumers[name].append(o)
         self.place: dict[str, Placement] = {}
+        self.extra: dict[str, list[Placement]] = defaultdict(list)  # further versions that consumers had made
         self.choices: dict[str, OpChoice] = {}
         self.param_of = {t.name: n for n, t in graph.params.items()}
         self.compute: dict[str, Placement] = {}  # parameter -> settled compute placement
@@ -117,7 +118,10 @@ class _Propagator:
 
     def commit(self, op: Op, rule: Rule, strategy: dict[str, tuple[str, int]], partial: dict[str, frozenset[int]]) -> None:
         shapes = tuple(t.shape for t in op.inputs)
-        _, made = placements(rule, strategy, shapes, tuple(None if t is None else t.shape for t in op.outputs), partial)
+        want, made = placements(rule, strategy, shapes, tuple(None if t is None else t.shape for t in op.outputs), partial)
+        for t, w in zip(op.inputs, want, strict=True):
+            if t.name not in self.chain and w not in self.versions(t.name):
+                self.extra[t.name].append(w)
         for t, p in zip(op.outputs, made, strict=True):
             if t is not None and p is not None:
                 self.place[t.name] = p
@@ -172,6 +176,9 @@ class _Propagator:
                     strategy[axis] = found
             self.commit(op, rule, strategy, {})
 
+    def versions(self, name: str) -> list[Placement]:
+        return [self.place[name], *self.extra[name]]
+
     # ---- choosing --------------------------------------------------------------------------------------------
 
     def candidates(
@@ -180,19 +187,25 @@ class _Propagator:
         """None, a Partial passed through, or (letter, stride) for `axis`, given the axes already placed."""
         yield None
         width = self.mesh.axis_size(axis)
-        summed = frozenset(i for i, t in enumerate(op.inputs) if not self.undecided(t.name, axis) and self.place[t.name].at(axis) == "sum")
-        if summed and summed in rule.linear:
+        summed = frozenset(
+            i for i, t in enumerate(op.inputs)
+            if not self.undecided(t.name, axis) and all(p.at(axis) == "sum" for p in self.versions(t.name))
+        )  # fmt: skip
+        if summed and summed in rule.linear and not rule.is_heavy:
             yield summed
         seen: set[tuple[str, int]] = set()
         owners = self.param_letters(op, rule)
         on_tensor = axis in self.layout.tensor
         for i, t in enumerate(op.inputs):
-            at = None if self.undecided(t.name, axis) else self.place[t.name].where.get(axis)
-            found = letter_at(rule.inputs[i], at, width, rule) if at else None
-            if found and self.fits(rule, axis, found, strategy):
-                seen.add(found)
+            for p in () if self.undecided(t.name, axis) else self.versions(t.name):
+                at = p.where.get(axis)
+                found = letter_at(rule.inputs[i], at, width, rule) if at else None
+                if found and self.fits(rule, axis, found, strategy):
+                    seen.add(found)
         if rule.is_heavy and (on_tensor or axis in self.layout.data):
             for x, f in rule.factors.items():
+                if rule.kind == "embedding" and x in owners and not f.index:
+                    continue  # a table split by columns would leave the residual stream split
                 if f.split and (x in owners) == (on_tensor and bool(owners)):
                     for stride in self.strides(op, rule, x, width):
                         if self.fits(rule, axis, (x, stride), strategy) and self.keeps(op, rule, x, stride, width):
@@ -238,14 +251,9 @@ class _Propagator:
         for t, w in zip(op.inputs, want, strict=True):
             if self.undecided(t.name, axis):
                 continue
-            here, there = self.place[t.name].at(axis), w.at(axis)
-            if here == there or here is None:
-                continue
+            there = w.at(axis)
             size = t.nbytes / math.prod(self.mesh.axis_size(x.axis) for x in w.splits if x.axis != axis)
-            if isinstance(here, str):
-                moved += size * (1 if there is not None else 2)
-            else:
-                moved += size / width if there is not None else size
+            moved += min(_moved(p.at(axis), there, size, width) for p in self.versions(t.name))
         repeated = float(rule.is_heavy and choice is None)
         left = sum(
             t.nbytes for t, m in zip(op.outputs, made, strict=True) if t is not None and m is not None and isinstance(m.at(axis), str)
@@ -325,13 +333,18 @@ class _Propagator:
                 if found is None or not rule.factors[found[0]].split:
                     self.survival[key] = False
                     return False
-                if not rule.is_heavy and not self.keeps_at_depth(op, rule, found, width, depth - 1):
+                if rule.is_heavy or rule.kind == "loss":
+                    continue
+                if not self.keeps_at_depth(op, rule, found, width, depth - 1):
                     self.survival[key] = False
                     return False
         return True
 
     def keeps_at_depth(self, op: Op, rule: Rule, found: tuple[str, int], width: int, depth: int) -> bool:
+        """A cheap op passes the letter on. One that reduces it (the mean of a norm) would leave every rank waiting for a sum."""
         letter, stride = found
+        if any(dims is not None and not any(letter in x for x in dims) for dims in rule.outputs):
+            return False
         return all(
             self.survives(t.name, d, stride * right_of(x, letter, rule), width, depth)
             for t, dims in zip(op.outputs, rule.outputs, strict=True)
@@ -340,3 +353,12 @@ class _Propagator:
         )
 
 
+
+
+def _moved(here: tuple[int, int] | str | None, there: tuple[int, int] | str | None, size: float, width: int) -> float:
+    """Bytes to bring one axis from `here` to `there`."""
+    if here == there or here is None:
+        return 0.0
+    if isinstance(here, str):
+        return size if there is not None else 2 * size
+    return size / width if there is not None else size

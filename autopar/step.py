@@ -16,6 +16,7 @@ from autopar.capture import Captured, Role
 from autopar.graph import Graph
 from autopar.groups import Groups
 from autopar.lower import CompileOnce, Lowered, lower
+from autopar.passes.manager import run_passes
 from autopar.passes.partition import Parts, partition
 from autopar.passes.shard import Options, group_names, shard
 from autopar.plan import CollectiveUse, Plan
@@ -52,7 +53,7 @@ class Step:
     def parts(self, sync: bool, accumulated: bool) -> tuple[Parts, tuple[CollectiveUse, ...]]:
         s = self.settings
         options = Options(s.device, dict(s.storage), self.groups.prefix, s.reduce, sync, accumulated)
-        sharded = shard(self.captured, self.graph, self.plan, options)
+        sharded = run_passes(shard(self.captured, self.graph, self.plan, options), self.groups.prefix)
         for axes in group_names(sharded.gm, self.groups.prefix):
             self.groups.ensure(axes)
         return partition(sharded, reshard_after_forward=self.plan.reshard_after_forward), sharded.collectives

@@ -27,6 +27,7 @@ from autopar.graph import Graph, Op, Tensor
 from autopar.mesh import Mesh
 from autopar.passes import local
 from autopar.passes.local.context import Local
+from autopar.passes.local.sizes import SIZE_ARG
 from autopar.passes.redistribute import run_step
 from autopar.placement import Placement
 from autopar.plan import CollectiveUse, ParamChoice, Plan
@@ -206,8 +207,8 @@ class _Sharder:
             return device if isinstance(x, torch.device) else x
 
         args, kwargs = operand(tuple(node.args)), operand(dict(node.kwargs))
-        is_random = local.is_random(op.target)
-        if is_random or (local.lookup(op.target) is not None):
+        is_random = rule.kind == "random"
+        if local.lookup(op.target) is not None or op.target in SIZE_ARG:
             result = self.lowered(node, op, rule, choice.strategy, want, made, operands, args, kwargs, is_random)
         else:
             result = self.call(node.target, args, kwargs)
@@ -232,8 +233,6 @@ class _Sharder:
         if is_random and op.direction == "forward":
             self.random_ops += 1
         target = node.target
-        if is_random:
-            self.seed_used = True
         extra = [*self.coordinates.values(), self.seed]
         n = len(operands)
 

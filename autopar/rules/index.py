@@ -18,8 +18,7 @@ from autopar.rules.letters import aligned, linear_in, names, write
 
 @rule("aten.embedding.default")
 def _embedding(op: Op) -> Line:
-    weight, indices = op.inputs
-    rows = names(indices.shape)
+    rows = names(op.inputs[1].shape)
     return write([["v^+", "e"], rows], [[*rows, "e"]], "0", "embedding")
 
 

@@ -15,7 +15,8 @@ from autopar.rules.grammar import Line
 
 
 def names(shape: Sequence[int], prefix: str = "d", mark: str = "") -> list[str]:
-    """One letter a dim; a dim of size one is `1`."""
+    """One letter a dim; a dim of size one is `1`. An empty tensor stays whole: there is nothing to split."""
+    mark += "!" if 0 in shape else ""
     return ["1" if n == 1 else f"{prefix}{i}{mark}" for i, n in enumerate(shape)]
 
 

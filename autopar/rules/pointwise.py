@@ -25,7 +25,7 @@ def broadcast(op: Op, linear: str = "", kind: str = "cheap") -> Line:
 _UNARY = """
     abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu cos cosh deg2rad digamma elu erf erfc erfinv exp exp2
     expm1 fill.Scalar floor frac frexp.Tensor gelu hardshrink hardsigmoid hardswish hardtanh i0 isfinite isinf isnan
-    isneginf isposinf leaky_relu lgamma log log10 log1p log2 log_sigmoid_forward logical_not logit mish mvlgamma
+    isneginf isposinf leaky_relu lgamma log log10 log1p log2 log_sigmoid_forward logical_not logit mish
     nan_to_num polygamma rad2deg reciprocal relu relu6 round round.decimals rsqrt selu sgn sigmoid sign signbit silu sin
     sinc sinh softplus softshrink special_entr special_erfcx special_i0e special_i1 special_i1e special_log_ndtr
     special_ndtr special_ndtri sqrt square tan tanh threshold trunc
@@ -36,16 +36,15 @@ _BINARY = """
     bitwise_xor.Scalar bitwise_xor.Tensor clamp clamp.Tensor clamp_max clamp_max.Tensor clamp_min clamp_min.Tensor
     copysign.Scalar copysign.Tensor div.Scalar_mode div.Tensor_mode eq.Scalar eq.Tensor
     floor_divide floor_divide.Scalar fmax fmin fmod.Scalar fmod.Tensor gcd ge.Scalar ge.Tensor gt.Scalar gt.Tensor
-    heaviside hypot igamma igammac lcm ldexp.Tensor le.Scalar le.Tensor logaddexp logaddexp2 logical_and logical_or
+    heaviside hypot igamma igammac lcm le.Scalar le.Tensor logaddexp logaddexp2 logical_and logical_or
     logical_xor lt.Scalar lt.Tensor maximum minimum ne.Scalar ne.Tensor nextafter pow.Scalar pow.Tensor_Scalar
     pow.Tensor_Tensor remainder.Scalar remainder.Scalar_Tensor remainder.Tensor rsub.Scalar special_xlog1py
-    special_zeta where.Scalar xlogy.Scalar_Other xlogy.Scalar_Self xlogy.Tensor add.Scalar sub.Scalar
-    where.ScalarSelf
+    special_zeta xlogy.Scalar_Other xlogy.Scalar_Self xlogy.Tensor add.Scalar sub.Scalar
 """
 # Which inputs are linear. A backward formula is linear in the gradient that comes in.
 _LINEAR = {
-    "neg": "0", "positive": "0", "conj_physical": "0", "_conj": "0", "_conj_physical": "0",
-    "real": "0", "imag": "0", "resolve_conj": "0", "mul.Scalar": "0", "div.Scalar": "0", "mul.Tensor": "0|1",
+    "neg": "0", "positive": "0", "conj_physical": "0", "_conj": "0",
+    "real": "0", "imag": "0", "mul.Scalar": "0", "div.Scalar": "0", "mul.Tensor": "0|1",
     "add.Tensor": "0&1", "sub.Tensor": "0&1", "rsub.Tensor": "0&1", "lerp.Scalar": "0&1", "lerp.Tensor": "0&1",
     "addcmul": "0&1|0&2", "addcdiv": "0&1", "complex": "0&1", "polar": "0", "fill.Tensor": "1",
     "masked_fill.Tensor": "0&2",
@@ -56,7 +55,7 @@ _LINEAR = {
 }  # fmt: skip
 # Copies: nothing is computed.
 _COPY = {
-    "alias": "0", "clone": "0", "detach": "0", "lift": "0", "lift_fresh": "0", "lift_fresh_copy": "0", "contiguous": "0",
+    "alias": "0", "clone": "0", "detach": "0", "lift": "0", "lift_fresh": "0", "lift_fresh_copy": "0",
     "copy": "1",
 }  # fmt: skip
 
@@ -72,7 +71,7 @@ for _name, _sets in _COPY.items():
     rule(_target(_name))(lambda op, sets=_sets: broadcast(op, sets, "view"))  # type: ignore[misc]
 
 
-@rule("aten._to_copy.default", "aten.to.dtype", "prims.convert_element_type.default")
+@rule("aten._to_copy.default", "prims.convert_element_type.default")
 def _cast(op: Op) -> Line:
     """Rounding to an integer is not linear; rounding to fewer bits is taken as such, as in any lazy reduction."""
     return broadcast(op, "0" if is_float(op.out) else "")
@@ -86,11 +85,6 @@ def _div(op: Op) -> Line:
 @rule("aten.where.self")
 def _where(op: Op) -> Line:
     return broadcast(op, "1&2" if len(op.inputs) == 3 else "")
-
-
-@rule("aten.where.ScalarOther")
-def _where_scalar(op: Op) -> Line:
-    return broadcast(op, "1" if op.arg(2, "other") == 0 else "")
 
 
 @rule("aten.masked_fill.Scalar")
@@ -111,7 +105,7 @@ def _glu(op: Op) -> Line:
     dim = op.arg(len(op.inputs), "dim", -1) % len(whole.shape)
     dims = names(whole.shape)
     dims[dim] = f"n{dim}"
-    halves = dims[:dim] + [f"(two! n{dim})"] + dims[dim + 1 :]
+    halves = [*dims[:dim], f"(two! n{dim})", *dims[dim + 1 :]]
     sizes = {"two": 2, f"n{dim}": whole.shape[dim] // 2}
     if len(op.inputs) == 1:
         return write([halves], [dims], "", "cheap", sizes)

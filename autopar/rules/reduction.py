@@ -107,6 +107,13 @@ def _histc(op: Op) -> Line:
     return write([names(op.inputs[0].shape, mark="+" if given else "!")], [["bin!"]])
 
 
+@rule("aten._fft_c2c.default", "aten._fft_r2c.default", "aten._fft_c2r.default")
+def _fft(op: Op) -> Line:
+    x, along = op.inputs[0].shape, {d % len(op.out.shape) for d in op.args[1]}
+    ins = [f"x{i}!" if i in along else d for i, d in enumerate(names(x))]
+    return write([ins], [[f"y{i}!" if i in along else d for i, d in enumerate(ins)]], "0")
+
+
 @rule("aten._softmax.default", "aten._log_softmax.default", "aten._safe_softmax.default")
 def _softmax(op: Op) -> Line:
     dims = names(op.out.shape)

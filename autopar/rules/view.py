@@ -68,7 +68,7 @@ def _permuted(op: Op, order: Sequence[int]) -> Line:
     return write([dims], [[dims[i] for i in order]], linear_in(op, "0"), "view")
 
 
-@rule("aten.t.default", "aten.numpy_T.default")
+@rule("aten.t.default")
 def _t(op: Op) -> Line:
     return _permuted(op, range(len(op.out.shape))[::-1])
 
@@ -96,7 +96,7 @@ def _expand(op: Op) -> Line:
     return write([aligned(op.inputs[0].shape, out, dims)], [dims], linear_in(op, "0"), "view")
 
 
-@rule("aten.repeat.default", "aten.tile.default")
+@rule("aten.repeat.default")
 def _repeat(op: Op) -> Line:
     """A dim repeated r times is `(r n)`, both of which may be split."""
     x, out = op.inputs[0].shape, op.out.shape
@@ -259,6 +259,8 @@ def _unfold(op: Op) -> Line:
     """Windows of a dim, which become a last dim. Windows side by side are a reshape: `(m s) -> m s`."""
     backward = op.target == "aten.unfold_backward.default"
     whole, parts = (op.out.shape, op.inputs[0].shape) if backward else (op.inputs[0].shape, op.out.shape)
+    if not whole:
+        return write([["1"] * len(parts) if backward else []], [[] if backward else ["1"] * len(parts)], "0", "view")
     dim, size, step = (op.args[2] % len(whole), *op.args[3:5]) if backward else (op.args[1] % len(whole), *op.args[2:4])
     dims = names(whole)
     if size == step and whole[dim] % step == 0:
@@ -295,11 +297,11 @@ def _view_as_complex(op: Op) -> Line:
 @rule("aten.im2col.default", "aten.col2im.default")
 def _im2col(op: Op) -> Line:
     """Patches of an image as columns, `n (c k!) l!`; col2im is the transpose."""
-    image, columns = (op.inputs[0], op.out) if op.target == "aten.im2col.default" else (op.out, op.inputs[0])
+    forward = op.target == "aten.im2col.default"
+    image = op.inputs[0] if forward else op.out
     lead = ["n"] if len(image.shape) == 4 else []
     a, b = [*lead, "c", "h!", "w!"], [*lead, "(c k!)", "l!"]
-    sizes = {"c": image.shape[-3]}
-    return write([a], [b], "0", "view", sizes) if image is op.inputs[0] else write([b], [a], "0", "view", sizes)
+    return write([a if forward else b], [b if forward else a], "0", "view", {"c": image.shape[-3]})
 
 
 def contiguous_strides(shape: Sequence[int]) -> list[int]:
@@ -325,12 +327,14 @@ def strided_prefix(x: Tensor, size: Sequence[int], stride: Sequence[int], offset
 def _as_strided(op: Op) -> Line:
     x = op.inputs[0]
     k = strided_prefix(x, op.args[1], op.args[2], op.arg(3, "storage_offset"))
-    return write([names(x.shape)[:k] + names(x.shape, "x", "!")[k:]], [names(x.shape)[:k] + names(op.out.shape, "y", "!")[k:]], linear_in(op, "0"), "view")
+    lead = names(x.shape)[:k]
+    return write([lead + names(x.shape, "x", "!")[k:]], [lead + names(op.out.shape, "y", "!")[k:]], linear_in(op, "0"), "view")
 
 
 @rule("aten.as_strided_scatter.default")
 def _as_strided_scatter(op: Op) -> Line:
     x, src = op.inputs
     k = strided_prefix(x, op.args[2], op.args[3], op.arg(4, "storage_offset"))
-    whole = names(x.shape)[:k] + names(x.shape, "x", "!")[k:]
-    return write([whole, names(x.shape)[:k] + names(src.shape, "y", "!")[k:]], [whole], linear_in(op, "0&1"), "view")
+    lead = names(x.shape)[:k]
+    whole = lead + names(x.shape, "x", "!")[k:]
+    return write([whole, lead + names(src.shape, "y", "!")[k:]], [whole], linear_in(op, "0&1"), "view")

@@ -34,10 +34,14 @@ def local(*targets: str) -> Callable[[LocalFn], LocalFn]:
 
 
 def lookup(target: str) -> LocalFn | None:
-    if not _LOCAL:
-        for m in _MODULES:
-            importlib.import_module(f"autopar.passes.local.{m}")
+    _load()
     return _LOCAL.get(target)
+
+
+@functools.cache
+def _load() -> None:
+    for m in _MODULES:
+        importlib.import_module(f"autopar.passes.local.{m}")
 
 
 def operator(target: str) -> Callable[..., Any]:

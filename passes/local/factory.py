@@ -79,4 +79,3 @@ def _empty_strided(ctx: Local, *args: Any, **kwargs: Any) -> torch.Tensor:
         strides[dim] = step
         step *= size[dim]
     return operator(ctx.op.target)(*args[:at], list(size), strides, **kwargs)
-

@@ -53,9 +53,7 @@ def _embedding(ctx: Local, weight: torch.Tensor, indices: torch.Tensor, *args: A
 
 
 @local("aten.embedding_dense_backward.default")
-def _embedding_backward(
-    ctx: Local, grad: torch.Tensor, indices: torch.Tensor, rows: int, padding_idx: int, scale: bool
-) -> torch.Tensor:
+def _embedding_backward(ctx: Local, grad: torch.Tensor, indices: torch.Tensor, rows: int, padding_idx: int, scale: bool) -> torch.Tensor:
     at, elsewhere = locate(ctx, _out(ctx), 0, indices)
     if elsewhere is None:
         return torch.ops.aten.embedding_dense_backward(grad, indices, rows, padding_idx, scale)

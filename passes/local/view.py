@@ -26,7 +26,7 @@ def _reshape(ctx: Local, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return torch.reshape(x, ctx.local_shape())
 
 
-@local("aten.repeat.default", "aten.tile.default")
+@local("aten.repeat.default")
 def _repeat(ctx: Local, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     out = ctx.local_shape()
     shape = (1,) * (len(out) - x.dim()) + tuple(x.shape)
@@ -85,10 +85,12 @@ def _split(ctx: Local, x: torch.Tensor, *_: Any, **__: Any) -> Sequence[torch.Te
 @local("aten.constant_pad_nd.default")
 def _pad(ctx: Local, x: torch.Tensor, pad: Sequence[int], value: float = 0) -> torch.Tensor:
     """Where the dim is empty the pad is all there is, and not split."""
-    ndim = x.dim()
-    scale = [ndim - 1 - i // 2 for i in range(len(pad))]
     whole = ctx.inputs[0]
-    return torch.ops.aten.constant_pad_nd(x, [_scaled(whole, ctx, d, n) if whole.shape[d] else n for d, n in zip(scale, pad, strict=True)], value)
+    sizes = []
+    for i, n in enumerate(pad):
+        dim = x.dim() - 1 - i // 2
+        sizes.append(_scaled(whole, ctx, dim, n) if whole.shape[dim] else n)
+    return torch.ops.aten.constant_pad_nd(x, sizes, value)
 
 
 @local("aten.roll.default")
@@ -152,4 +154,3 @@ def _as_strided(ctx: Local, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch
         size = [*shape[: changed + 1], *size[changed + 1 :]]
     rest = (size, stride, ctx.op.arg(at + 2, "storage_offset"))
     return operator(ctx.op.target)(x.contiguous(), *((args[0], *rest) if scatter else rest))
-

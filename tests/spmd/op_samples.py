@@ -4,6 +4,8 @@ Sizes are multiples of 12 where they can be, so that axes of 2, 3 and 4 all spli
 (args, kwargs); the first one has something to split.
 """
 
+# ruff: noqa: SIM905  (names of ops are read more easily as words)
+
 from __future__ import annotations
 
 from typing import Any
@@ -52,8 +54,7 @@ for name in """
     softshrink special_entr special_ndtr sqrt square tan tanh trunc neg positive alias clone detach lift_fresh_copy
     atanh logical_not selu isfinite
 """.split():
-    if hasattr(torch.ops.aten, name) and "default" in getattr(torch.ops.aten, name).overloads():
-        add(f"aten.{name}", positive(12, 6))
+    add(f"aten.{name}", positive(12, 6))
 add("aten.neg", f(12, 4, 3))
 add("aten.acosh", positive(12) + 1)
 add("aten.bitwise_not", bools(12, 6))
@@ -90,11 +91,10 @@ add("aten.div.Tensor_mode", f(12, 6), f(6), rounding_mode="floor")
 for name in "and or xor".split():
     add(f"aten.bitwise_{name}.Tensor", bools(12, 6), bools(6))
     add(f"aten.bitwise_{name}.Tensor", ints(9, 12, 6), ints(9, 6))
+    add(f"aten.bitwise_{name}.Scalar", ints(9, 12, 6), 3)
     add(f"aten.logical_{name}", bools(12, 6), bools(6))
 add("aten.where.self", bools(12, 6), f(12, 6), f(12, 1))
 add("aten.where.self", bools(12, 1), f(6), f())
-add("aten.where.ScalarOther", bools(12, 6), f(12, 6), 0)
-add("aten.where.ScalarOther", bools(12, 6), f(12, 6), 1.5)
 add("aten.masked_fill.Scalar", f(12, 6), bools(6), 0)
 add("aten.masked_fill.Scalar", f(12, 6), bools(12, 1), -float("inf"))
 add("aten.masked_fill.Tensor", f(12, 6), bools(6), f())
@@ -141,6 +141,28 @@ add("aten.glu_backward", f(6, 12), f(6, 24), -1)
 add("aten._weight_norm_interface", f(12, 6, 4), positive(12, 1, 1), 0)
 add("aten._weight_norm_interface", f(6, 4, 12), positive(1, 1, 12), 2)
 add("aten._weight_norm_interface_backward", f(12, 6, 4), f(12, 6, 4), positive(12, 1, 1), positive(12, 1, 1), 0)
+
+for name in "left right".split():
+    add(f"aten.bitwise_{name}_shift.Tensor", ints(9, 12, 6), ints(3, 6))
+    add(f"aten.bitwise_{name}_shift.Tensor_Scalar", ints(9, 12, 6), 2)
+for name in "gcd lcm".split():
+    add(f"aten.{name}", ints(9, 12, 6, low=1), ints(9, 6, low=1))
+for name in "heaviside igamma igammac logaddexp2 nextafter special_xlog1py special_zeta".split():
+    add(f"aten.{name}", positive(12, 6) + 1, positive(6) + 1)
+for name in "lift lift_fresh isneginf isposinf special_erfcx special_i0e special_i1 special_i1e special_log_ndtr special_ndtri".split():
+    add(f"aten.{name}", positive(12, 6))
+add("aten.clamp_max.Tensor", f(12, 6), f(6))
+add("aten.copysign.Scalar", f(12, 6), -1.0)
+add("aten.div.Scalar_mode", f(12, 6), 0.3, rounding_mode="trunc")
+add("aten.frexp.Tensor", f(12, 6))
+add("aten.hardshrink_backward", f(12, 6), f(12, 6), 0.5)
+add("aten.softshrink_backward", f(12, 6), f(12, 6), 0.5)
+add("aten.logit_backward", f(12, 6), positive(12, 6))
+add("aten.polygamma", 2, positive(12, 6))
+add("aten.remainder.Scalar_Tensor", 3.0, positive(12, 6))
+add("aten.round.decimals", f(12, 6), decimals=1)
+add("aten.xlogy.Scalar_Other", positive(12, 6), 2.0)
+add("aten.xlogy.Scalar_Self", 2.0, positive(12, 6))
 
 # --- views ------------------------------------------------------------------------------------------------------
 
@@ -199,6 +221,8 @@ add("aten.cat", [f(0), f(12, 6), f(12, 6)], 1)
 add("aten.cat", [ints(9, 12), f(12)])
 add("aten.stack", [f(12, 6), f(12, 6), f(12, 6)], 1)
 add("aten.stack", [f(12, 6), f(12, 6)], -1)
+add("aten._reshape_alias", f(12, 4, 6), [48, 6], [6, 1])
+add("aten.split_with_sizes_copy", f(12, 6), [3, 9])
 add("aten.unbind.int", f(3, 12, 6))
 add("aten.unbind.int", f(12, 2), 1)
 add("aten.select.int", f(12, 6, 4), 0, 5)
@@ -339,6 +363,13 @@ add("aten._softmax", f(12, 6).masked_fill(bools(12, 6), -float("inf")), 0, False
 add("aten._safe_softmax", f(12, 6), -1)
 add("aten._safe_softmax", f(12, 6).masked_fill(torch.arange(12).unsqueeze(1) < 4, -float("inf")), -1)
 add("aten._safe_softmax", f(12, 6).masked_fill(torch.arange(12).unsqueeze(1) < 4, -float("inf")), 0)
+add("aten.nansum", f(12, 6).masked_fill(bools(12, 6), float("nan")), [1])
+add("aten.argsort.stable", f(12, 6), stable=True, dim=0)
+add("aten.mode", f(12, 6))
+add("aten.nanmedian.dim", f(12, 6), 0)
+add("aten._fft_c2c", complexes(12, 6, 4), [1], 0, True)
+add("aten._fft_r2c", f(12, 6, 4), [0, 2], 0, True)
+add("aten._fft_c2r", complexes(12, 6, 4), [1], 0, 6)
 add("aten.kthvalue", f(12, 6), 2)
 add("aten.median.dim", f(12, 6), 1)
 
@@ -348,6 +379,8 @@ add("aten.mm", f(12, 6), f(6, 24))
 add("aten.bmm", f(12, 4, 6), f(12, 6, 3))
 add("aten.mv", f(12, 6), f(6))
 add("aten.dot", f(12), f(12))
+add("aten.vdot", f(12), f(12))
+add("aten.vdot", complexes(12), complexes(12))
 add("aten.addmm", f(6), f(12, 4), f(4, 6))
 add("aten.addmm", f(12, 6), f(12, 12), f(12, 6), beta=0.5, alpha=2)
 add("aten.addmm", f(), f(12, 4), f(4, 6))
@@ -355,6 +388,7 @@ add("aten.addmm", f(12, 1), f(12, 4), f(4, 6))
 add("aten.baddbmm", f(12, 4, 6), f(12, 4, 3), f(12, 3, 6), beta=2)
 add("aten.baddbmm", f(4, 1), f(6, 4, 12), f(6, 12, 6))
 add("aten.addmv", f(12), f(12, 6), f(6))
+add("aten.addbmm", f(12, 1), f(6, 12, 4), f(6, 4, 3), beta=2)
 add("aten.linear", f(4, 12, 6), f(12, 6), f(12))
 add("aten.linear", f(12, 6), f(24, 6))
 

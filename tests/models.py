@@ -1,0 +1,167 @@
+"""The models that end-to-end tests run: small Hugging Face models from configs and plain modules, with inputs.
+
+`ZOO[name]` builds (model, call arguments as a function of batch and sequence, keyword arguments of autopar.compile).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Zoo:
+    """build(layers, **sizes) -> model; inputs(batch, seq) -> keyword arguments of a call; compile: of autopar.compile."""
+
+    build: Callable[..., nn.Module]
+    inputs: Callable[[int, int], dict[str, Any]]
+    compile: dict[str, Any] = field(default_factory=dict)
+
+
+def _ids(batch: int, seq: int, vocab: int = 96, seed: int = 1) -> torch.Tensor:
+    return torch.randint(4, vocab, (batch, seq), generator=torch.Generator().manual_seed(seed))
+
+
+def _labels(ids: torch.Tensor) -> torch.Tensor:
+    """Ignored positions whose count differs by sample; the second sample is ignored whole."""
+    labels = ids.clone()
+    for i in range(len(labels)):
+        labels[i, : (3 * i) % labels.shape[1]] = -100
+    if len(labels) > 1:
+        labels[1] = -100
+    return labels
+
+
+def _causal(batch: int, seq: int) -> dict[str, Any]:
+    ids = _ids(batch, seq)
+    return {"input_ids": ids, "labels": _labels(ids)}
+
+
+def _llama(layers: int = 2, **kw: Any) -> nn.Module:
+    import transformers as T
+
+    sizes = dict(vocab_size=96, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, max_position_embeddings=64)
+    return T.LlamaForCausalLM(T.LlamaConfig(num_hidden_layers=layers, **{**sizes, **kw}))
+
+
+def _gpt2(layers: int = 2, **kw: Any) -> nn.Module:
+    import transformers as T
+
+    sizes = dict(vocab_size=96, n_embd=32, n_head=4, n_positions=64)
+    return T.GPT2LMHeadModel(T.GPT2Config(n_layer=layers, **{**sizes, **kw}))
+
+
+def _qwen3(layers: int = 2, **kw: Any) -> nn.Module:
+    import transformers as T
+
+    sizes = dict(vocab_size=96, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=64)
+    return T.Qwen3ForCausalLM(T.Qwen3Config(num_hidden_layers=layers, **{**sizes, **kw}))
+
+
+def _gemma3(layers: int = 3, **kw: Any) -> nn.Module:
+    import transformers as T
+
+    sizes = dict(vocab_size=96, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=64, sliding_window=6)
+    types = ["sliding_attention" if (i + 1) % 3 else "full_attention" for i in range(layers)]
+    return T.Gemma3ForCausalLM(T.Gemma3TextConfig(num_hidden_layers=layers, layer_types=types, **{**sizes, **kw}))
+
+
+def _bert(layers: int = 2, **kw: Any) -> nn.Module:
+    import transformers as T
+
+    sizes = dict(vocab_size=96, hidden_size=32, num_attention_heads=4, intermediate_size=64, max_position_embeddings=64)
+    return T.BertForMaskedLM(T.BertConfig(num_hidden_layers=layers, **{**sizes, **kw}))
+
+
+def _bert_inputs(batch: int, seq: int) -> dict[str, Any]:
+    ids = _ids(batch, seq)
+    mask = torch.ones_like(ids)
+    for i in range(batch):
+        mask[i, seq - (2 * i) % (seq // 2) :] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": _labels(ids)}
+
+
+def _t5(layers: int = 2, **kw: Any) -> nn.Module:
+    import transformers as T
+
+    sizes = dict(vocab_size=96, d_model=32, d_kv=8, d_ff=64, num_heads=4, decoder_start_token_id=0)
+    return T.T5ForConditionalGeneration(T.T5Config(num_layers=layers, num_decoder_layers=layers, **{**sizes, **kw}))
+
+
+def _t5_inputs(batch: int, seq: int) -> dict[str, Any]:
+    return {"input_ids": _ids(batch, seq), "labels": _labels(_ids(batch, seq // 2, seed=2))}
+
+
+def _vit(layers: int = 2, **kw: Any) -> nn.Module:
+    import transformers as T
+
+    sizes = dict(hidden_size=32, num_attention_heads=4, intermediate_size=64, image_size=16, patch_size=4, num_labels=12)
+    return T.ViTForImageClassification(T.ViTConfig(num_hidden_layers=layers, **{**sizes, **kw}))
+
+
+def _vit_inputs(batch: int, seq: int) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(1)
+    return {"pixel_values": torch.randn(batch, 3, 16, 16, generator=g), "labels": torch.randint(0, 12, (batch,), generator=g)}
+
+
+def _mixtral(layers: int = 2, **kw: Any) -> nn.Module:
+    import transformers as T
+
+    sizes = dict(
+        vocab_size=96, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, num_local_experts=4, num_experts_per_tok=2
+    )
+    return T.MixtralForCausalLM(T.MixtralConfig(num_hidden_layers=layers, experts_implementation="grouped_mm", **{**sizes, **kw}))
+
+
+class ConvNet(nn.Module):
+    """A BatchNorm convnet with a residual block; its loss comes from loss_fn=."""
+
+    def __init__(self, layers: int = 2, width: int = 8, classes: int = 12) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()) for _ in range(layers)
+        )
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for b in self.blocks:
+            x = x + b(x)
+        return self.head(F.avg_pool2d(x, 2).mean((2, 3)))
+
+
+def _conv_inputs(batch: int, seq: int) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(1)
+    return {"x": torch.randn(batch, 3, 16, 16, generator=g), "target": torch.randint(0, 12, (batch,), generator=g)}
+
+
+def _lora(layers: int = 2, **kw: Any) -> nn.Module:
+    import peft
+
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(_llama(layers, **kw), config)
+    g = torch.Generator().manual_seed(3)
+    for n, p in model.named_parameters():
+        if "lora_B" in n:  # zero at birth: every other gradient would be zero too
+            p.data.normal_(0, 0.1, generator=g)
+    return model
+
+
+ZOO: dict[str, Zoo] = {
+    "gpt2": Zoo(_gpt2, _causal),
+    "llama": Zoo(_llama, _causal),
+    "qwen3": Zoo(_qwen3, _causal),
+    "gemma3": Zoo(_gemma3, _causal),
+    "bert": Zoo(_bert, _bert_inputs),
+    "t5": Zoo(_t5, _t5_inputs),
+    "vit": Zoo(_vit, _vit_inputs),
+    "mixtral": Zoo(_mixtral, _causal),
+    "convnet": Zoo(ConvNet, _conv_inputs, {"loss_fn": F.cross_entropy}),
+    "lora": Zoo(_lora, _causal),
+}
