@@ -39,6 +39,7 @@ class Captured:
 
     gm: the joint graph, one placeholder per entry of `inputs`, one output tuple matching `outputs`.
     out_spec: pytree spec of what the user gets, over the `output` roles in order; loss_only: it was cut down to the scalar loss.
+    constants: outputs that are no tensors, by position.
     """
 
     gm: fx.GraphModule
@@ -48,6 +49,7 @@ class Captured:
     loss_only: bool
     fake_mode: Any
     input_shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    constants: Mapping[int, Any]
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,9 @@ def capture(
     spec = out_spec
     is_loss = LOSS in _keys(spec)
     _torch.drop_dead_code(gm)
-    return Captured(gm, roles_in, roles_out, spec, is_loss, mode, shapes)
+    results = gm.graph.output_node().args[0]
+    constants = {r.index: v for r, v in zip(roles_out, results, strict=True) if r.kind == "output" and not isinstance(v, fx.Node)}
+    return Captured(gm, roles_in, roles_out, spec, is_loss, mode, shapes, constants)
 
 
 def _keys(spec: Any) -> list[Any]:

@@ -27,6 +27,7 @@ def describe(captured: Captured) -> Graph:
     buffers: dict[str, Tensor] = {}
     inputs: dict[int, Tensor] = {}
     tangents: list[Tensor] = []
+    tangent_of: list[int] = []
     placeholders = iter(captured.inputs)
     outputs: list[str] = []
     grads: dict[str, str] = {}
@@ -36,6 +37,8 @@ def describe(captured: Captured) -> Graph:
         if node.op == "output":
             for role, n in zip(captured.outputs, node.args[0], strict=True):
                 if not isinstance(n, fx.Node):
+                    if role.kind == "output":
+                        outputs.append("")
                     continue
                 name = tensor_name(n)
                 if role.kind == "output":
@@ -62,6 +65,7 @@ def describe(captured: Captured) -> Graph:
                 buffers[role.name] = t
             elif role.kind == "tangent":
                 tangents.append(t)
+                tangent_of.append(role.index)
                 after_tangent.add(node)
             else:
                 inputs[role.index] = t
@@ -74,7 +78,7 @@ def describe(captured: Captured) -> Graph:
             if t is not None:
                 tensors[t.name] = t
     return Graph(
-        params, buffers, tuple(inputs[i] for i in sorted(inputs)), tuple(tangents), tuple(ops), tuple(outputs), grads, updates, tensors
+        params, buffers, tuple(inputs[i] for i in sorted(inputs)), tuple(tangents), tuple(tangent_of), tuple(ops), tuple(outputs), grads, updates, tensors
     )
 
 

@@ -80,8 +80,9 @@ class Graph:
     buffers: dict[str, Tensor]
     inputs: tuple[Tensor, ...]  # user inputs (tensors only), in flattened order
     tangents: tuple[Tensor, ...]
+    tangent_of: tuple[int, ...]  # for every tangent, the position of its output
     ops: tuple[Op, ...]
-    outputs: tuple[str, ...]  # names of tensors returned to the user
+    outputs: tuple[str, ...]  # names of tensors returned to the user, "" for what is no tensor
     grads: dict[str, str]  # parameter name -> name of the tensor that is its gradient
     buffer_updates: dict[str, str]  # buffer name -> name of its new value
     tensors: dict[str, Tensor] = field(default_factory=dict)  # every tensor by name

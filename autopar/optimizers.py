@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -16,28 +17,36 @@ from autopar.errors import OptimizerError
 STATE_TENSORS = {"sgd": 0, "sgd-momentum": 1, "rmsprop": 1, "adagrad": 1, "lion": 1, "adam": 2, "adamw": 2, "nadam": 2, "radam": 2, "adamax": 2}
 
 
+@dataclass
+class _Watch:
+    """What one parallel module was planned for, and the optimizers already seen."""
+
+    planned: str | type[Optimizer]
+    seen: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+
+
+_watched: weakref.WeakKeyDictionary[nn.Module, _Watch] = weakref.WeakKeyDictionary()
+
+
 def watch(module: nn.Module, planned: str | type[Optimizer]) -> None:
     """Checks every optimizer that holds parameters of `module` at its first step."""
-    name = planned if isinstance(planned, str) else planned.__name__
-    if name.lower() not in STATE_TENSORS and isinstance(planned, str):
+    if isinstance(planned, str) and planned.lower() not in STATE_TENSORS:
         raise OptimizerError(f"unknown optimizer {planned!r}", fix=f"use one of {', '.join(STATE_TENSORS)}, or the class itself")
-    ref = weakref.ref(module)
-    checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+    _watched[module] = _Watch(planned)
 
-    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        live = ref()
-        if live is None:
-            handle.remove()
-            return
-        if optimizer in checked:
-            return
-        ours = {id(p) for p in live.parameters()}
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for module, w in list(_watched.items()):
+        if optimizer in w.seen:
+            continue
+        w.seen.add(optimizer)
+        ours = {id(p) for p in module.parameters()}
         if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
-            checked.add(optimizer)
-            _check(optimizer, planned, name)
+            _check(optimizer, w.planned)
             _move_state(optimizer)
 
-    handle = register_optimizer_step_pre_hook(before_step)
+
+register_optimizer_step_pre_hook(_before_step)
 
 
 def _kind(optimizer: Optimizer) -> str:
@@ -45,7 +54,8 @@ def _kind(optimizer: Optimizer) -> str:
     return "sgd-momentum" if kind == "sgd" and any(g.get("momentum") for g in optimizer.param_groups) else kind
 
 
-def _check(optimizer: Optimizer, planned: str | type[Optimizer], name: str) -> None:
+def _check(optimizer: Optimizer, planned: str | type[Optimizer]) -> None:
+    name = planned if isinstance(planned, str) else planned.__name__
     if isinstance(planned, type):
         wrong = not isinstance(optimizer, planned)
     else:

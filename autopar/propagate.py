@@ -63,7 +63,6 @@ class _Propagator:
         for t in [*g.buffers.values(), *(t for n, t in g.tensors.items() if n not in self.place)]:
             self.place.setdefault(t.name, Placement.of(t.shape))
         outputs_done: dict[str, Placement] = {}
-        tangents = iter(g.tangents)
         backward = False
         for t in g.params.values():
             self.chain[t.name] = (self.param_of[t.name], [])
@@ -75,11 +74,15 @@ class _Propagator:
         for op in g.ops:
             if op.direction == "backward" and not backward:
                 backward = True
-                for name, t in zip(g.outputs, tangents, strict=False):
-                    outputs_done[name] = representable(self.place[name].without_partial(), mesh)
-                    self.place[t.name] = outputs_done[name]
+                for name in g.outputs:
+                    if name:
+                        outputs_done[name] = representable(self.place[name].without_partial(), mesh)
+                for i, t in zip(g.tangent_of, g.tangents, strict=True):
+                    self.place[t.name] = outputs_done[g.outputs[i]]
             self.visit(op)
-        outputs = tuple(outputs_done.get(n) or representable(self.place[n].without_partial(), mesh) for n in g.outputs)
+        outputs = tuple(
+            Placement.of(()) if not n else outputs_done.get(n) or representable(self.place[n].without_partial(), mesh) for n in g.outputs
+        )
         for name, t in g.params.items():
             self.compute.setdefault(name, Placement.of(t.shape))
         for name in list(self.chain):

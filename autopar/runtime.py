@@ -110,7 +110,8 @@ class ParallelModule(nn.Module):
         return counters
 
     def _pack(self, step: Step, outputs: tuple[torch.Tensor | None, ...]) -> Any:
-        result = pytree.tree_unflatten(list(outputs), step.captured.out_spec)
+        leaves = [step.captured.constants.get(i, o) for i, o in enumerate(outputs)]
+        result = pytree.tree_unflatten(leaves, step.captured.out_spec)
         if step.captured.loss_only:
             return result[LOSS] if self._config.loss_fn is not None else LossOutput(result[LOSS])
         return result
@@ -217,7 +218,7 @@ class _Run:
             if role.kind == "buffer_update" and t is not None:
                 buffers[role.name].copy_(t)
             elif role.kind == "output":
-                outputs.append(self.wrap(t, len(outputs)))
+                outputs.append(self.wrap(t, role.index))
         return tuple(outputs)
 
     def wrap(self, t: torch.Tensor | None, index: int) -> torch.Tensor | None:

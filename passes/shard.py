@@ -363,7 +363,6 @@ class _Sharder:
         node = self.captured.gm.graph.output_node()
         results: list[fx.Node | None] = []
         roles: list[Role] = []
-        position = 0
         for role, n in zip(self.captured.outputs, node.args[0], strict=True):
             if role.kind == "grad":
                 if n is None:
@@ -380,8 +379,7 @@ class _Sharder:
                 self.direction = "backward" if role.kind == "input_grad" else "forward"
                 placement = Placement.of(self.graph.tensors[name].shape)
                 if role.kind == "output":
-                    placement = self.plan.outputs[position]
-                    position += 1
+                    placement = self.plan.outputs[role.index]
                 elif role.kind == "input_grad":
                     placement = self.plan.inputs[role.index]
                 results.append(self.get(name, placement))

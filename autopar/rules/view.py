@@ -246,7 +246,8 @@ def _flip(op: Op) -> Line:
 def _roll(op: Op) -> Line:
     x = op.out.shape
     along = [d % len(x) for d in op.arg(2, "dims", [])]
-    dims, sizes = names(x, "d", "" if along else "!"), {}
+    dims = names(x, "d", "" if along else "!")
+    sizes: dict[str, int] = {}
     for i, by in zip(along, op.args[1] if isinstance(op.args[1], (list, tuple)) else [op.args[1]], strict=False):
         g = block_size(sizes.get(f"g{i}", x[i]), by)
         sizes[f"g{i}"] = g
