@@ -9,8 +9,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.utils._pytree
 from torch import fx, nn
 
+pytree = torch.utils._pytree
 
 # ---- fake tensors and capture ------------------------------------------------------------------------------------
 
@@ -52,7 +54,22 @@ def _early_decompositions() -> dict[Any, Callable[..., Any]]:
         out = out if alpha == 1 else out * alpha
         return out + (bias if beta == 1 else bias * beta)
 
-    return {aten.addmm.default: addmm}
+    def new_full(
+        x: torch.Tensor, size: Any, value: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
+    ) -> torch.Tensor:
+        """A constant does not depend on where the tensor lies that it takes its dtype from."""
+        return aten.full(size, value, dtype=dtype or x.dtype, device=device or x.device)
+
+    def new_constant(value: int) -> Callable[..., torch.Tensor]:
+        return lambda x, size, **kw: new_full(x, size, value, **kw)
+
+    return {
+        aten.addmm.default: addmm,
+        aten.new_full.default: new_full,
+        aten.new_zeros.default: new_constant(0),
+        aten.new_empty.default: new_constant(0),
+        aten.new_ones.default: new_constant(1),
+    }
 
 
 def describe_io(desc: Any) -> tuple[str, Any]:
@@ -154,7 +171,6 @@ def unalias_process_groups() -> None:
 def local_tensor(t: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor itself (not a view that autograd tracks)."""
     return t._local_tensor  # type: ignore[attr-defined]
-
 
 
 def dtensor(local: torch.Tensor, mesh: Any, placements: Any, shape: tuple[int, ...]) -> Any:

@@ -43,7 +43,9 @@ class Precision:
         dtypes = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "fp32": None, "float32": None}
         if isinstance(p, str):
             if p not in dtypes:
-                raise AutoparError(f"unknown precision {p!r}", fix=f"use one of {', '.join(dtypes)}, a torch dtype or autopar.Precision(...)")
+                raise AutoparError(
+                    f"unknown precision {p!r}", fix=f"use one of {', '.join(dtypes)}, a torch dtype or autopar.Precision(...)"
+                )
             found = dtypes[p]
         else:
             found = p
@@ -204,5 +206,3 @@ class Builder:
         for s in sorted((s for s in p.splits if s.dim == dim), reverse=True):
             index = index * self.mesh.axis_size(s.axis) + self.groups.coordinates[s.axis]
         return index
-
-

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from autopar import _torch
@@ -64,13 +63,13 @@ class Call:
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-        leaves, spec = pytree.tree_flatten_with_path((args, dict(kwargs)))
+        leaves, spec = _torch.pytree.tree_flatten_with_path((args, dict(kwargs)))
         tensors, constants, positions, paths = [], [], [], []
         for i, (path, leaf) in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 tensors.append(leaf)
                 positions.append(i)
-                paths.append(pytree.keystr(path[1:]) if path else "input")
+                paths.append(_torch.pytree.keystr(path[1:]) if path else "input")
                 constants.append(None)
             else:
                 constants.append(leaf)
@@ -95,7 +94,7 @@ class _Flat(nn.Module):
         leaves = list(self.call_spec.constants)
         for i, t in zip(self.call_spec.positions, tensors, strict=True):
             leaves[i] = t
-        args, kwargs = pytree.tree_unflatten(leaves, self.call_spec.spec)
+        args, kwargs = _torch.pytree.tree_unflatten(leaves, self.call_spec.spec)
         if self.loss_fn is not None:
             if "target" in kwargs:
                 target = kwargs.pop("target")

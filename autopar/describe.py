@@ -78,7 +78,16 @@ def describe(captured: Captured) -> Graph:
             if t is not None:
                 tensors[t.name] = t
     return Graph(
-        params, buffers, tuple(inputs[i] for i in sorted(inputs)), tuple(tangents), tuple(tangent_of), tuple(ops), tuple(outputs), grads, updates, tensors
+        params,
+        buffers,
+        tuple(inputs[i] for i in sorted(inputs)),
+        tuple(tangents),
+        tuple(tangent_of),
+        tuple(ops),
+        tuple(outputs),
+        grads,
+        updates,
+        tensors,
     )
 
 

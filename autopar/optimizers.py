@@ -14,7 +14,18 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autopar.errors import OptimizerError
 
 # Bytes of state per parameter element in fp32 moments; optimizers not listed are accepted.
-STATE_TENSORS = {"sgd": 0, "sgd-momentum": 1, "rmsprop": 1, "adagrad": 1, "lion": 1, "adam": 2, "adamw": 2, "nadam": 2, "radam": 2, "adamax": 2}
+STATE_TENSORS = {
+    "sgd": 0,
+    "sgd-momentum": 1,
+    "rmsprop": 1,
+    "adagrad": 1,
+    "lion": 1,
+    "adam": 2,
+    "adamw": 2,
+    "nadam": 2,
+    "radam": 2,
+    "adamax": 2,
+}
 
 
 @dataclass

@@ -100,9 +100,7 @@ class Placement:
 
     def local_stride(self, split: Split, mesh: Mesh) -> int:
         """How many local elements lie to the right of `split`'s digit."""
-        return split.stride // math.prod(
-            mesh.axis_size(s.axis) for s in self.splits if s.dim == split.dim and s.stride < split.stride
-        )
+        return split.stride // math.prod(mesh.axis_size(s.axis) for s in self.splits if s.dim == split.dim and s.stride < split.stride)
 
     def with_axis(self, axis: str, at: tuple[int, int] | str | None) -> Placement:
         """The same but for `axis`: at (dim, stride), partial with reduction `at`, or replicated (None)."""

@@ -9,6 +9,7 @@ between them. The integer program uses these plans as hints.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -283,7 +284,7 @@ class _Propagator:
                     right = right_of(x, letter, rule)
                     cuts |= {c // right for c in self.cuts(t.name, d, DEPTH) if c % right == 0 and c // right <= rule.factors[letter].size}
         ordered = sorted(cuts)
-        return [hi // width for lo, hi in reversed(list(zip(ordered, ordered[1:], strict=False))) if hi % (width * lo) == 0]
+        return [hi // width for lo, hi in reversed(list(itertools.pairwise(ordered))) if hi % (width * lo) == 0]
 
     def cuts(self, name: str, dim: int, depth: int) -> set[int]:
         """Right strides at which forward consumers, up to the next heavy op, cut dim `dim` of `name` into letters."""
@@ -354,8 +355,6 @@ class _Propagator:
             for d, x in enumerate(dims or ())
             if t is not None and letter in x
         )
-
-
 
 
 def _moved(here: tuple[int, int] | str | None, there: tuple[int, int] | str | None, size: float, width: int) -> float:

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -111,7 +110,7 @@ class ParallelModule(nn.Module):
 
     def _pack(self, step: Step, outputs: tuple[torch.Tensor | None, ...]) -> Any:
         leaves = [step.captured.constants.get(i, o) for i, o in enumerate(outputs)]
-        result = pytree.tree_unflatten(leaves, step.captured.out_spec)
+        result = _torch.pytree.tree_unflatten(leaves, step.captured.out_spec)
         if step.captured.loss_only:
             return result[LOSS] if self._config.loss_fn is not None else LossOutput(result[LOSS])
         return result
@@ -163,7 +162,10 @@ class ParallelModule(nn.Module):
     @property
     def stats(self) -> dict[str, Any]:
         """Counts of what compilation did: distinct layers lowered, cache hits."""
-        return {str(i): {"forward": s.lowered.stats, "backward": {k: v[1].stats for k, v in s.backwards.items()}} for i, s in enumerate(self._steps.values())}
+        return {
+            str(i): {"forward": s.lowered.stats, "backward": {k: v[1].stats for k, v in s.backwards.items()}}
+            for i, s in enumerate(self._steps.values())
+        }
 
     def train(self, mode: bool = True) -> ParallelModule:
         super().train(mode)
@@ -276,5 +278,3 @@ def _hashable(constants: tuple[Any, ...]) -> tuple[Any, ...]:
         except TypeError:
             out.append(repr(c))
     return tuple(out)
-
-

@@ -50,7 +50,9 @@ def join(shards: Mapping[int, torch.Tensor], p: Placement, mesh: Mesh) -> torch.
             done[key] = local
     for key, local in done.items():
         where = dict(zip((s.axis for s in p.splits), key, strict=True))
-        cut(out, p, mesh, {a: where.get(a, 0) for a in mesh.names}).copy_(local) if _is_view(p, mesh) else _scatter(out, local, p, mesh, where)
+        cut(out, p, mesh, {a: where.get(a, 0) for a in mesh.names}).copy_(local) if _is_view(p, mesh) else _scatter(
+            out, local, p, mesh, where
+        )
     return out
 
 

@@ -201,7 +201,11 @@ class _Sharder:
             if isinstance(x, fx.Node):
                 return next(nodes)
             if isinstance(x, (list, tuple)):
-                return type(x)(operand(y) for y in x) if not isinstance(x, fx.immutable_collections.immutable_list) else [operand(y) for y in x]
+                return (
+                    type(x)(operand(y) for y in x)
+                    if not isinstance(x, fx.immutable_collections.immutable_list)
+                    else [operand(y) for y in x]
+                )
             if isinstance(x, dict):
                 return {k: operand(v) for k, v in x.items()}
             return device if isinstance(x, torch.device) else x
@@ -213,11 +217,8 @@ class _Sharder:
         else:
             result = self.call(node.target, args, kwargs)
         results = list(result) if isinstance(result, (list, tuple)) else [result]
-        if len(op.outputs) > 1 or isinstance(node.meta["val"], (list, tuple)):
-            if isinstance(result, fx.Node):
-                results = [
-                    self.call(_torch.getitem, (result, i), {}) if v is not None else None for i, v in enumerate(result.meta["val"])
-                ]
+        if (len(op.outputs) > 1 or isinstance(node.meta["val"], (list, tuple))) and isinstance(result, fx.Node):
+            results = [self.call(_torch.getitem, (result, i), {}) if v is not None else None for i, v in enumerate(result.meta["val"])]
         for t, p, r in zip(op.outputs, made, results, strict=True):
             if t is not None and p is not None and r is not None:
                 expected = p.local_shape(self.mesh)
@@ -226,7 +227,17 @@ class _Sharder:
                 self.put(t.name, p, r)
 
     def lowered(
-        self, node: fx.Node, op: Op, rule: Any, strategy: Any, want: Any, made: Any, operands: list[fx.Node], args: Any, kwargs: Any, is_random: bool
+        self,
+        node: fx.Node,
+        op: Op,
+        rule: Any,
+        strategy: Any,
+        want: Any,
+        made: Any,
+        operands: list[fx.Node],
+        args: Any,
+        kwargs: Any,
+        is_random: bool,
     ) -> Any:
         axes = list(self.coordinates)
         index = self.random_ops
@@ -395,9 +406,7 @@ def next_op(op: Op, by_name: dict[str, Op]) -> Op:
     return by_name.get(op.name, op)
 
 
-def unreduced_grads(
-    captured: Captured, graph: Graph, plan: Plan, options: Options
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def unreduced_grads(captured: Captured, graph: Graph, plan: Plan, options: Options) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Local shape and dtype of every gradient before its reduction: what `no_sync` accumulates."""
     out = {}
     by_name = {o.name: o for o in graph.ops}
@@ -405,7 +414,11 @@ def unreduced_grads(
         op = by_name[name.split(".")[0]]
         choice = plan.ops[op.name]
         _, made = placements(
-            lookup(op), choice.strategy, tuple(t.shape for t in op.inputs), tuple(None if t is None else t.shape for t in op.outputs), choice.partial
+            lookup(op),
+            choice.strategy,
+            tuple(t.shape for t in op.inputs),
+            tuple(None if t is None else t.shape for t in op.outputs),
+            choice.partial,
         )
         i = next(i for i, t in enumerate(op.outputs) if t is not None and t.name == name)
         placement = made[i]
@@ -433,5 +446,3 @@ def _constants(op: Op) -> str:
         return repr(x)
 
     return text(op.args) + text(op.kwargs)
-
-

@@ -45,7 +45,9 @@ def _causal(batch: int, seq: int) -> dict[str, Any]:
 def _llama(layers: int = 2, **kw: Any) -> nn.Module:
     import transformers as T
 
-    sizes = dict(vocab_size=96, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, max_position_embeddings=64)
+    sizes = dict(
+        vocab_size=96, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, max_position_embeddings=64
+    )
     return T.LlamaForCausalLM(T.LlamaConfig(num_hidden_layers=layers, **{**sizes, **kw}))
 
 
@@ -66,7 +68,9 @@ def _qwen3(layers: int = 2, **kw: Any) -> nn.Module:
 def _gemma3(layers: int = 3, **kw: Any) -> nn.Module:
     import transformers as T
 
-    sizes = dict(vocab_size=96, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=64, sliding_window=6)
+    sizes = dict(
+        vocab_size=96, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=64, sliding_window=6
+    )
     types = ["sliding_attention" if (i + 1) % 3 else "full_attention" for i in range(layers)]
     return T.Gemma3ForCausalLM(T.Gemma3TextConfig(num_hidden_layers=layers, layer_types=types, **{**sizes, **kw}))
 
@@ -113,7 +117,13 @@ def _mixtral(layers: int = 2, **kw: Any) -> nn.Module:
     import transformers as T
 
     sizes = dict(
-        vocab_size=96, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, num_local_experts=4, num_experts_per_tok=2
+        vocab_size=96,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
     )
     return T.MixtralForCausalLM(T.MixtralConfig(num_hidden_layers=layers, experts_implementation="grouped_mm", **{**sizes, **kw}))
 

@@ -6,8 +6,8 @@ such fallbacks are counted in the plan and named once.
 
 from __future__ import annotations
 
+import functools
 import importlib
-import math
 from collections.abc import Callable
 
 from autopar.graph import Op
@@ -68,11 +68,10 @@ def fallback(op: Op) -> Rule:
 
     inputs = tuple(dims(t.shape) for t in op.inputs)
     outputs = tuple(None if t is None else dims(t.shape) for t in op.outputs)
-    heavy = math.prod(op.outputs[0].shape) if op.outputs and op.outputs[0] is not None else 0
-    return Rule(factors, inputs, outputs, (), "cheap" if heavy <= 1 else "cheap", True)
+    return Rule(factors, inputs, outputs, (), "cheap", True)
 
 
+@functools.cache
 def _load() -> None:
-    if len(_RULES) == 0:
-        for m in _MODULES:
-            importlib.import_module(f"autopar.rules.{m}")
+    for m in _MODULES:
+        importlib.import_module(f"autopar.rules.{m}")

@@ -101,7 +101,9 @@ def match(line: Line | str, op: Op) -> Rule:
     sizes: dict[str, int] = dict(line.sizes)
     shapes = [t.shape for t in present] + [t.shape if t is not None else None for t in op.outputs]
     parsed = [_parse(o, marks, None if s is None else len(s), op, line) for o, s in zip(operands + outs, shapes, strict=True)]
-    pending = [(d, n) for dims, s in zip(parsed, shapes, strict=True) if dims is not None and s is not None for d, n in zip(dims, s, strict=True)]
+    pending = [
+        (d, n) for dims, s in zip(parsed, shapes, strict=True) if dims is not None and s is not None for d, n in zip(dims, s, strict=True)
+    ]
     _solve(pending, sizes, op, line)
     names = dict.fromkeys(x for dims in parsed if dims is not None for d in dims for x in d)
     inputs, outputs = parsed[: len(operands)], parsed[len(operands) :]

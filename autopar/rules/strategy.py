@@ -47,12 +47,7 @@ def placements(
     partial = partial or {}
 
     def operand(dims: tuple[Dim, ...], shape: tuple[int, ...]) -> dict[str, tuple[int, int]]:
-        return {
-            a: (i, stride * right_of(d, x, rule))
-            for a, (x, stride) in strategy.items()
-            for i, d in enumerate(dims)
-            if x in d
-        }
+        return {a: (i, stride * right_of(d, x, rule)) for a, (x, stride) in strategy.items() for i, d in enumerate(dims) if x in d}
 
     inputs = tuple(
         Placement.of(s, operand(d, s), {a: "sum" for a, who in partial.items() if i in who})

@@ -53,7 +53,9 @@ class Simulated:
     mesh: Mesh
     collectives: tuple[Any, ...]
 
-    def run(self, params: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], tensors: tuple[torch.Tensor, ...], seed: tuple[int, int]):
+    def run(
+        self, params: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], tensors: tuple[torch.Tensor, ...], seed: tuple[int, int]
+    ):
         """(outputs, gradients by name, buffer updates) of one step, whole tensors in and out."""
         mesh, n = self.mesh, self.mesh.size
         at = [mesh.coordinates(r) for r in range(n)]

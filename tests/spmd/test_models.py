@@ -57,7 +57,9 @@ def assert_equal_gradients(model: nn.Module, grads: dict[str, torch.Tensor], dou
     assert not wrong, f"(error, largest) of {len(wrong)} of {len(real)} gradients: {wrong}"
 
 
-def check(name: str, mesh: dict[str, int], layout: str, *, batch: int = 8, seq: int = 16, layers: int = 2, steps: int = 0, double: bool = False):
+def check(
+    name: str, mesh: dict[str, int], layout: str, *, batch: int = 8, seq: int = 16, layers: int = 2, steps: int = 0, double: bool = False
+):
     """One step's loss and gradients, then `steps` AdamW steps, against one device. Returns the plan."""
     p, kwargs = prepared(name, batch, seq, layers, double)
     loss_fn = ZOO[name].compile.get("loss_fn")

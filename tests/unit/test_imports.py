@@ -4,7 +4,7 @@
   neither itself nor through a module of ours that it imports;
 - `autopar.passes` does not import `autopar.solver`: a pass never re-decides what the plan decided;
 - only `autopar/_torch.py` touches private torch APIs: any dotted path below `torch` with a component that begins with an underscore, imported or
-  reached as an attribute. The operator namespace `torch.ops._c10d_functional` is exempt, and so are names like `torch.__version__`.
+  reached as an attribute. Operators (`torch.ops.aten._to_copy`, `torch.ops._c10d_functional.all_reduce`) are exempt, and so are names like `torch.__version__`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PRIVATE_API_FILE = "autopar._torch"
 TORCH_FREE = (
     "autopar.solver", "autopar.rules", "autopar.graph", "autopar.mesh", "autopar.placement", "autopar.layout", "autopar.plan",
 )  # fmt: skip
-ALLOWED_PRIVATE = ("torch.ops._c10d_functional",)
+ALLOWED_PRIVATE = ("torch.ops",)
 
 
 def within(path: str, prefix: str) -> bool:

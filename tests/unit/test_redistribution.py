@@ -70,7 +70,11 @@ def test_random_redistributions(sizes: dict[str, int]) -> None:
         for r in range(mesh.size):
             key = tuple(mesh.coordinates(r)[a] for a in src.reductions)
             if key not in terms:
-                terms[key] = torch.randn(shape, dtype=torch.float64) if len(terms) + 1 < mesh.sizes_product(tuple(src.reductions)) else full - sum(terms.values(), torch.zeros(shape))
+                terms[key] = (
+                    torch.randn(shape, dtype=torch.float64)
+                    if len(terms) + 1 < mesh.sizes_product(tuple(src.reductions))
+                    else full - sum(terms.values(), torch.zeros(shape))
+                )
             locals_[r] = terms[key][torch.meshgrid(*rank_index(src, mesh, r), indexing="ij")]
         for step in redistribute(src, dst, mesh):
             assert step.src.is_valid(mesh) and step.dst.is_valid(mesh)
