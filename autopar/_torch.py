@@ -141,6 +141,12 @@ def is_getitem(n: fx.Node) -> bool:
     return n.target is operator.getitem
 
 
+def fresh_fake(v: torch.Tensor, mode: Any) -> torch.Tensor:
+    """A new fake tensor like `v`."""
+    with mode:
+        return torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
+
+
 def is_fake(t: torch.Tensor) -> bool:
     from torch._subclasses import FakeTensor
 
@@ -212,3 +218,71 @@ def check_recorded_values(gm: fx.GraphModule, fake_mode: Any) -> None:
             if isinstance(g, torch.Tensor)
         ]
         assert all(same), f"recorded value of {n.format_node()} is not what it computes"
+
+
+# ---- lowering ------------------------------------------------------------------------------------------------------
+
+
+def get_attribute(gm: fx.GraphModule, path: str) -> Any:
+    out: Any = gm
+    for part in path.split("."):
+        out = getattr(out, part)
+    return out
+
+
+def with_strides(v: torch.Tensor, strides: tuple[int, ...], mode: Any) -> torch.Tensor:
+    """A fake tensor like `v` with other strides."""
+    with mode:
+        return torch.empty_strided(v.shape, strides, dtype=v.dtype, device=v.device)
+
+
+def storage_of(v: torch.Tensor) -> int:
+    """What two tensors that share memory share, fake ones too."""
+    return v.untyped_storage()._cdata
+
+
+def invoke_subgraph() -> Any:
+    from torch._higher_order_ops.invoke_subgraph import invoke_subgraph as op
+
+    return op
+
+
+def decompose_late(gm: fx.GraphModule, values: list[Any], mode: Any) -> fx.GraphModule:
+    """Retraces `gm` through Inductor's decompositions on fake tensors like `values`."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    fresh = [fresh_fake(v, mode) for v in values]  # make_fx tells inputs apart by identity
+    with mode, torch.no_grad():
+        return make_fx(gm, decomposition_table=select_decomp_table(), tracing_mode="real", _allow_non_fake_inputs=True)(*fresh)
+
+
+def compile_inner(gm: fx.GraphModule, mode: Any, is_backward: bool) -> tuple[Any, tuple[tuple[int, ...] | None, ...] | None]:
+    """Inductor on a decomposed graph: the callable (a list of tensors in, boxed) and the strides of its outputs."""
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.virtualized import V
+
+    context = TracingContext(mode)
+    values = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
+    # Reordering for peak memory would undo the order in which collectives are issued and waited for.
+    with tracing(context), V.set_fake_mode(mode), config.patch({"reorder_for_peak_memory": False}), context.report_output_strides() as found:
+        fn = compile_fx_inner(gm, values, is_backward=is_backward)
+    strides = None if found is None else tuple(None if s is None else tuple(int(x) for x in s) for s in found)
+    return fn, strides
+
+
+def inductor_cache_counts() -> dict[str, int]:
+    """Hits, misses and bypasses of Inductor's graph cache so far in this process."""
+    from torch._dynamo.utils import counters
+
+    c = counters["inductor"]
+    return {k: int(c[f"fxgraph_cache_{k}"]) for k in ("hit", "miss", "bypass")}
+
+
+def default_store() -> Any:
+    """The key-value store that the process group was initialised with."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()

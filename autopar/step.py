@@ -43,7 +43,7 @@ class Step:
         self.plan = replace(plan, collectives=self.collectives)
         places = [n for n in parts.forward.graph.nodes if n.op == "placeholder"]
         self.dtypes = {r: n.meta["val"].dtype for r, n in zip(parts.forward_inputs, places, strict=True)}
-        self.lowered = self.lower(parts.forward, None)
+        self.lowered = self.lower(parts.forward)
         self.backwards: dict[tuple[bool, bool], tuple[Parts, Lowered]] = {}
 
     @property
@@ -58,9 +58,11 @@ class Step:
             self.groups.ensure(axes)
         return partition(sharded, reshard_after_forward=self.plan.reshard_after_forward), sharded.collectives
 
-    def lower(self, forward: Any, backward: Any) -> Lowered:
+    def lower(self, gm: Any, saved_strides: Any = None, is_backward: bool = False) -> Lowered:
         s = self.settings
-        return lower(forward, backward, backend=s.backend, fake_mode=self.captured.fake_mode, once=s.once)
+        return lower(
+            gm, backend=s.backend, fake_mode=self.captured.fake_mode, is_backward=is_backward, saved_strides=saved_strides, once=s.once
+        )  # fmt: skip
 
     def tangent_like(self, index: int) -> torch.Tensor:
         """Shape and dtype of the tangent of output `index`."""
@@ -68,18 +70,23 @@ class Step:
         places = [n for n in self.base.backward.graph.nodes if n.op == "placeholder"][len(self.base.saved) :]
         return next(n.meta["val"] for r, n in zip(self.base.backward_inputs, places, strict=True) if r == Role("tangent", "", index))
 
+    @property
+    def saved_strides(self) -> Any:
+        strides = self.lowered.strides
+        return None if strides is None else strides[len(self.base.forward_outputs) :]
+
     def backward_of(self, sync: bool, accumulated: bool) -> tuple[Parts, Lowered]:
         key = (sync, accumulated)
         if key not in self.backwards:
             parts = self.base if key == (True, False) else self.parts(*key)[0]
             assert parts.saved == self.base.saved, "variants of backward must read the same saved values"
-            self.backwards[key] = (parts, self.lower(None, parts.backward))
+            self.backwards[key] = (parts, self.lower(parts.backward, self.saved_strides, True))
         return self.backwards[key]
 
     def forward(self, values: Mapping[Role, torch.Tensor]) -> tuple[list[tuple[Role, torch.Tensor | None]], list[torch.Tensor]]:
         """values: a local tensor for every graph input's role."""
         flat = [values[r] for r in self.base.forward_inputs]
-        out = self.lowered.forward_fn(flat)
+        out = self.lowered.fn(flat)
         n = len(self.base.forward_outputs)
         return list(zip(self.base.forward_outputs, out[:n], strict=True)), list(out[n:])
 
@@ -89,6 +96,5 @@ class Step:
         parts, lowered = self.backward_of(sync, accumulated)
         flat = [*saved, *(values[r] for r in parts.backward_inputs)]
         saved.clear()
-        assert lowered.backward_fn is not None
-        out = lowered.backward_fn(flat)
+        out = lowered.fn(flat)
         return list(zip(parts.backward_outputs, out, strict=True))

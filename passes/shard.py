@@ -118,6 +118,8 @@ class _Sharder:
         full_key = (key, tuple((tuple(v.shape), v.stride(), v.dtype) for v in vals))
         gm = self.traces.get(full_key)
         if gm is None:
+            # make_fx tells its inputs apart by identity, and equal traces share their recorded values: give it fresh ones.
+            vals = [_torch.fresh_fake(v, self.mode) for v in vals]
             with self.mode, torch.device(self.options.device), torch.no_grad():
                 gm = make_fx(fn, tracing_mode="real", _allow_non_fake_inputs=True)(*vals)
             _torch.drop_dead_code(gm)
