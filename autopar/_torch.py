@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -286,3 +286,21 @@ def default_store() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+@contextlib.contextmanager
+def replaced_attention(fn: Callable[..., Any]) -> Iterator[None]:
+    """While open, composite decomposition of scaled_dot_product_attention is `fn`."""
+    op = torch.ops.aten.scaled_dot_product_attention.default
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    before = op.py_kernels.get(key)
+    op.py_kernels[key] = fn
+    op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        if before is None:
+            del op.py_kernels[key]
+        else:
+            op.py_kernels[key] = before
+        op._dispatch_cache.clear()

@@ -1,0 +1,55 @@
+"""Attention. Heads are (g r): g key/value heads, each read by r query heads.
+
+    b (g r) q e!, b g s! e!, b g s! d!, bias? -> b (g r) q d!, b (g r) q        causal: needs the queries' global indices
+
+Splitting keys needs a merge by log-sum-exp across ranks (ring attention): not offered here.
+"""
+
+from __future__ import annotations
+
+from autopar.graph import Op, Tensor
+from autopar.rules import rule
+from autopar.rules.grammar import Line
+
+
+def _heads(q: Tensor, k: Tensor) -> tuple[int, int]:
+    groups = k.shape[1]
+    return groups, q.shape[1] // groups
+
+
+def _bias(bias: Tensor, q: Tensor) -> str:
+    """The bias broadcasts in batch, heads and queries."""
+    b = "b" if bias.shape[0] != 1 else "1"
+    h = "(g r)" if bias.shape[1] != 1 else "1"
+    i = "q" if bias.shape[2] != 1 else "1"
+    return f"{b} {h} {i} s!"
+
+
+def _index(op: Op, at: int) -> str:
+    return ", q" if isinstance(op.arg(at), Tensor) else ""
+
+
+@rule("autopar.attention_v1.default")
+def _attention(op: Op) -> Line:
+    q, k, _, bias = op.args[:4]
+    g, r = _heads(q, k)
+    mask = f", {_bias(bias, q)}" if isinstance(bias, Tensor) else ""
+    return Line(
+        f"b (g r) q e!, b g s! e!, b g s! d!{mask}{_index(op, 6)} -> b (g r) q d!, b (g r) q",
+        kind="attention", sizes={"g": g, "r": r},
+    )  # fmt: skip
+
+
+@rule("autopar.attention_backward_v1.default")
+def _attention_backward(op: Op) -> Line:
+    """dk and dv are sums over the queries and query heads that read them; dbias over what it broadcasts."""
+    q, k, bias = op.args[1], op.args[2], op.args[6]
+    g, r = _heads(q, k)
+    mask = f", {_bias(bias, q)}" if isinstance(bias, Tensor) else ""
+    # Without a gradient of the bias that output is an empty tensor, whose one dim is no loop.
+    dbias = _bias(bias, q) if isinstance(bias, Tensor) and op.arg(10, "bias_grad") else "1"
+    return Line(
+        f"b+ (g+ r+) q+ d!, b (g r) q e!, b g s! e!, b g s! d!, b (g r) q d!, b (g r) q{mask}{_index(op, 9)} "
+        f"-> b (g r) q e!, b g s! e!, b g s! d!, {dbias}",
+        kind="attention", sizes={"g": g, "r": r},
+    )  # fmt: skip
