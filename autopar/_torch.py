@@ -267,7 +267,12 @@ def compile_inner(gm: fx.GraphModule, mode: Any, is_backward: bool) -> tuple[Any
     context = TracingContext(mode)
     values = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     # Reordering for peak memory would undo the order in which collectives are issued and waited for.
-    with tracing(context), V.set_fake_mode(mode), config.patch({"reorder_for_peak_memory": False}), context.report_output_strides() as found:
+    with (
+        tracing(context),
+        V.set_fake_mode(mode),
+        config.patch({"reorder_for_peak_memory": False}),
+        context.report_output_strides() as found,
+    ):
         fn = compile_fx_inner(gm, values, is_backward=is_backward)
     strides = None if found is None else tuple(None if s is None else tuple(int(x) for x in s) for s in found)
     return fn, strides

@@ -22,8 +22,10 @@ def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.where(attn_mask, 0.0, float("-inf")).to(q.dtype)
     if dropout_p > 0.0 or q.dim() not in (3, 4):
-        # torch's own math: softmax, then dropout on [B, H, Q, S]
+        # torch's own math: softmax, then dropout on [B, H, Q, S]. It would add a bool mask as zeros and ones.
         return torch.ops.aten._scaled_dot_product_attention_math(
             q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
@@ -39,8 +41,6 @@ def _sdpa(
         k, v = (x if x.shape[1] == heads else x.expand(-1, heads, -1, -1) for x in (k, v))
     bias = attn_mask
     if bias is not None:
-        if bias.dtype == torch.bool:
-            bias = torch.where(bias, 0.0, float("-inf")).to(q.dtype)
         while bias.dim() < 4:
             bias = bias.unsqueeze(0)
         if bias.shape[-1] != k.shape[2]:

@@ -49,7 +49,9 @@ class CompileOnce:
         store.wait([key], TIMEOUT)
         problem = store.get(key).decode()
         if problem:
-            raise AutoparError(f"compiling failed on the first rank of this node: {problem}", fix='see its traceback, or use backend="aot_eager"')
+            raise AutoparError(
+                f"compiling failed on the first rank of this node: {problem}", fix='see its traceback, or use backend="aot_eager"'
+            )
         return work()
 
 

@@ -171,7 +171,7 @@ def report(args: argparse.Namespace, work: Path, axes: dict[str, int], fewer: di
     plain, rows = read(work / "plain0.json"), read(work / "plain1.json")
     parallel, resumed = read(work / f"parallel{many}.json"), read(work / f"parallel{few}.json")
 
-    out.print(parallel.plan, highlight=False, markup=False)
+    print(parallel.plan)
     table = Table(title="loss")
     for heading in ("step", "one process", f"{many} processes", "difference", f"{few} processes, resumed", "difference"):
         table.add_column(heading, justify="right")

@@ -81,12 +81,8 @@ def attention(
     return out.contiguous(), lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
 
 
-
-
 @attention.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float, q_index: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float, q_index: Tensor | None) -> tuple[Tensor, Tensor]:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=dtype)
 

@@ -7,6 +7,7 @@ Operands are separated by commas, dims by blanks. Two dims share a letter when t
 Marks stand behind a letter, anywhere it occurs:
     +            absent from an output, it is summed: splitting it leaves that output Partial(sum)
     :max :min    likewise, reduced by max / min
+    :all         absent from an output, that output is whole all the same: the local lowering reduces it itself
     !            may not be split
     ^            the op reads indices along it: splitting needs the rank's offset (a local lowering in passes/local)
 A letter absent from some output and without a mark that says how it reduces may not be split.
@@ -74,8 +75,8 @@ class RuleError(AssertionError):
     """A line that does not fit its op: a defect in the rule, not in the user's model."""
 
 
-_TOKEN = re.compile(r"\(|\)|\.\.\.|[A-Za-z_]\w*(?:\+|!|\^|:max|:min)*|1|-")
-_LETTER = re.compile(r"([A-Za-z_]\w*)((?:\+|!|\^|:max|:min)*)$")
+_TOKEN = re.compile(r"\(|\)|\.\.\.|[A-Za-z_]\w*(?:\+|!|\^|:max|:min|:all)*|1|-")
+_LETTER = re.compile(r"([A-Za-z_]\w*)((?:\+|!|\^|:max|:min|:all)*)$")
 
 
 def match(line: Line | str, op: Op) -> Rule:
@@ -110,7 +111,7 @@ def match(line: Line | str, op: Op) -> Rule:
     factors = {}
     for x in names:
         m = marks.get(x, "")
-        reduce = "sum" if "+" in m else "max" if ":max" in m else "min" if ":min" in m else None
+        reduce = "all" if ":all" in m else "sum" if "+" in m else "max" if ":max" in m else "min" if ":min" in m else None
         everywhere = all(o is None or any(x in d for d in o) for o in outputs)
         factors[x] = Factor(x, sizes[x], reduce, "!" not in m and (everywhere or reduce is not None), "^" in m)
     linear = tuple(frozenset(int(i) for i in alt.split("&")) for alt in line.linear.split("|") if alt)

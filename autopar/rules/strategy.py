@@ -59,7 +59,7 @@ def placements(
             outputs.append(None)
             continue
         where = operand(dims, shape)
-        sums = {a: rule.factors[x].reduce or "sum" for a, (x, _) in strategy.items() if a not in where}
+        sums = {a: rule.factors[x].reduce or "sum" for a, (x, _) in strategy.items() if a not in where and rule.factors[x].reduce != "all"}
         sums.update({a: "sum" for a in partial})
         outputs.append(Placement.of(shape, where, sums))
     return inputs, tuple(outputs)

@@ -11,7 +11,9 @@ from autopar.passes.local.context import Local
 
 
 @local("autopar.attention_v1.default")
-def _attention(ctx: Local, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, is_causal: bool, scale: float, q_index: Any) -> Any:
+def _attention(
+    ctx: Local, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, is_causal: bool, scale: float, q_index: Any
+) -> Any:
     if is_causal and q_index is None and ctx.is_split("q"):
         q_index = ctx.index(ctx.inputs[0], 2)
     return operator(ctx.op.target)(q, k, v, bias, is_causal, scale, q_index)

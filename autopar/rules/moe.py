@@ -1,0 +1,41 @@
+"""Grouped matrix products: the rows of expert j, sorted to stand together, times the matrix of expert j.
+
+    m! k+, e+ k n, offsets! -> m n        rows of another rank's experts are zero, so splitting experts leaves a sum
+    its weight gradient    k m!, m! n, offsets! -> e k n
+
+Splitting the rows would give each rank a part of every expert, at bounds that depend on the data: not offered here. The torch kernel
+wants rows of whole 16-byte units, so it splits a dim by such blocks.
+"""
+
+from __future__ import annotations
+
+from autopar.graph import DTYPE_BYTES, Op, Tensor
+from autopar.rules import rule
+from autopar.rules.grammar import Line
+
+UNIT_BYTES = 16
+
+
+@rule("transformers.grouped_mm_fallback.default")
+def _fallback(op: Op) -> Line:
+    return Line("m! k+, e+ k n, o! -> m n", "0|1", "moe")
+
+
+@rule("transformers.grouped_mm_fallback_backward.default")
+def _fallback_backward(op: Op) -> Line:
+    return Line("m! k, e+ k n+, o!, m n -> m k, e k n", "3", "moe")
+
+
+@rule("aten._grouped_mm.default")
+def _grouped_mm(op: Op) -> Line | None:
+    a, b = op.args[:2]
+    if not isinstance(op.arg(2, "offs"), Tensor) or op.arg(3, "bias") is not None or len(a.shape) != 2:
+        return None
+    unit = UNIT_BYTES // DTYPE_BYTES[a.dtype]
+    if any(n % unit for n in (a.shape[-1], b.shape[-1])):
+        return None
+    if len(b.shape) == 3:
+        return Line("m! (k+ u!), e+ (k u!) (n v!), o! -> m (n v!)", "0|1", "moe", {"u": unit, "v": unit})
+    if a.shape[0] % unit:
+        return None
+    return Line("(k u!) m!, m (n v!), o! -> o (k u!) (n v!)", "0|1", "moe", {"u": unit, "v": unit})
