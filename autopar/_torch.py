@@ -309,3 +309,44 @@ def replaced_attention(fn: Callable[..., Any]) -> Iterator[None]:
         else:
             op.py_kernels[key] = before
         op._dispatch_cache.clear()
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def restricted_reader(folder: Any) -> Any:
+    """A DCP reader whose index may hold only DCP's plain record types: opening it runs nothing that the file says."""
+    import io
+    import pickle
+
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+    allowed = {
+        "torch.distributed.checkpoint.metadata": None,
+        "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix", "StorageMeta"},
+        "torch": {"Size", "device"},
+        "torch.serialization": {"_get_layout"},
+        "pathlib": {"PosixPath", "PurePosixPath", "Path"},
+        "collections": {"OrderedDict"},
+    }
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            names = allowed.get(module, set())
+            dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+            if (module in allowed and (names is None or name in names)) or dtype:
+                return super().find_class(module, name)
+            raise pickle.UnpicklingError(f"the checkpoint's index names {module}.{name}, which is no record of a checkpoint")
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            path = self._get_metadata_path(kwargs.get("rank")) if hasattr(self, "_get_metadata_path") else self.path / ".metadata"
+            with self.fs.create_stream(path, "rb") as f:
+                metadata = Unpickler(io.BytesIO(f.read())).load()
+            if getattr(metadata, "storage_meta", None) is None:
+                metadata.storage_meta = StorageMeta()
+            metadata.storage_meta.load_id = self.load_id
+            return metadata
+
+    return Reader(str(folder))

@@ -221,7 +221,7 @@ def halved(axes: dict[str, int]) -> dict[str, int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--hidden", type=int, default=320, help="a multiple of 16: there are 8 heads")
     parser.add_argument("--batch", type=int, default=8, help="rows of the global batch")

@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 4 examples/train_hf_trainer.py         four processes, the same losses
 
 The Trainer gives each process its own rows (hence `inputs="local"`) and expects to wrap the model itself. Two lines tell it that the model
-already is what it should be: not to be wrapped in DDP, and with a loss that is already the mean over all processes.
+already is what it should be: not to be wrapped in DDP, and with a loss that is already the mean over all processes. The Trainer's own saving
+cannot write sharded parameters (hence `save_strategy="no"`): use `autopar.checkpoint`.
 """
 
 from __future__ import annotations

@@ -1,90 +1,183 @@
 """Attention as one op: softmax(scale q k^T + bias) v, with its log-sum-exp and a backward of its own.
 
+    s = scale q k^T + bias,  lse = log sum_keys exp s,  p = exp(s - lse),  out = p v
+
+and, with g the gradient of out and delta = sum_d g out (Dao et al., FlashAttention, section 3.1):
+
+    dv = p^T g,  ds = p (g v^T - delta),  dq = scale ds k,  dk = scale ds^T q,  dbias = ds
+
 `autopar::attention_v1` (q [B, Hq, Q, E], k [B, Hkv, S, E], v [B, Hkv, S, D], bias? [B|1, Hq|1, Q|1, S], is_causal, scale, q_index?)
 -> (out [B, Hq, Q, D], lse [B, Hq, Q] in float32, float64 for doubles).
 
 - Hq is a multiple of Hkv: query head h reads key/value head h // (Hq / Hkv).
 - is_causal: query i sees keys 0 .. i. q_index [Q], int64: the global index of every query, where a rank has some of them only.
-- A row that sees no key gives zeros, as torch's attention does.
-- `attention_backward_v1` recomputes the probabilities from lse (Dao et al., FlashAttention, section 3.1) and also gives the
-  gradient of the bias, summed to the bias's shape, where one is wanted.
+- A row that sees no key gives zeros and passes no gradient, as torch's attention does; its lse is -inf.
+- `attention_backward_v1` also gives the gradient of the bias, summed to the bias's shape, where one is wanted.
 
-On CPU torch's flash kernel does the work where it can, plain math where it cannot (a bias gradient, unequal head sizes). The bodies may
-change: then so must the names, since compiled graphs are cached by name.
+torch's fused kernels do the work where they mean the same, the formulas elsewhere. CUDA's fused backward adds in no fixed order
+unless `torch.use_deterministic_algorithms` is on, as in eager torch. When a body changes so must the name: compiled graphs are cached
+by name.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 aten = torch.ops.aten
+LSE_ROWS = 32  # the memory-efficient kernel wants an lse padded to a multiple of this
+
+
+# ---- operands ------------------------------------------------------------------------------------------------------
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _causal(q: Tensor, k: Tensor, q_index: Tensor | None) -> Tensor:
-    """Bool [Q, S]: what a causal query may see."""
+    """[Q, S] in q's dtype: -inf where a causal query does not see a key."""
     rows = torch.arange(q.shape[2], device=q.device) if q_index is None else q_index
-    return rows.unsqueeze(1) >= torch.arange(k.shape[2], device=q.device)
+    hidden = rows.unsqueeze(1) < torch.arange(k.shape[2], device=q.device)
+    return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill(hidden, -math.inf)
 
 
-def _bias(q: Tensor, k: Tensor, bias: Tensor | None, is_causal: bool, q_index: Tensor | None) -> Tensor | None:
-    """bias and causality as one additive mask in q's dtype; None if there is neither."""
+def _mask(q: Tensor, k: Tensor, bias: Tensor | None, is_causal: bool, q_index: Tensor | None) -> tuple[Tensor | None, bool]:
+    """What is added to the scores, of four dims and q's dtype, and whether causality is still to be seen to.
+
+    It is where that is possible: kernels that know of it skip half of the work.
+    """
     if bias is not None:
         bias = bias.to(q.dtype)
-    if not is_causal:
-        return bias
-    hidden = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(~_causal(q, k, q_index), float("-inf"))
-    return hidden if bias is None else bias + hidden
+    if not is_causal or (bias is None and q_index is None):
+        return bias, is_causal
+    hidden = _causal(q, k, q_index)[None, None]
+    return (hidden if bias is None else bias + hidden), False
 
 
 def _group(x: Tensor, heads: int) -> Tensor:
     """Key/value heads repeated to `heads`."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+    return (x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)).contiguous()
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    acc = torch.float64 if q.dtype == torch.float64 else torch.float32
-    s = (q @ _group(k, q.shape[1]).transpose(-1, -2)).to(acc) * scale
-    return s if mask is None else s + mask.to(acc)
+def _ungroup(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient of `x` from that of `_group(x)`."""
+    groups, heads = x.shape[1], grad.shape[1]
+    if groups != heads:
+        grad = grad.unflatten(1, (groups, heads // groups)).sum(2)
+    return grad.to(x.dtype).contiguous()
 
 
-def _math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    s = _scores(q, k, mask, scale)
-    lse = s.logsumexp(-1)
-    lse = lse.masked_fill(lse == float("-inf"), 0.0)
-    p = (s - lse.unsqueeze(-1)).exp()
-    return p.to(v.dtype) @ _group(v, q.shape[1]), lse
+# ---- the formulas --------------------------------------------------------------------------------------------------
 
 
-def _flash_fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and q.dtype == k.dtype == v.dtype and q.numel() > 0 and k.numel() > 0
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+    wide = _wide(q.dtype)
+    s = q.to(wide) @ k.to(wide).mT * scale
+    if is_causal:
+        s = s + _causal(q, k, None)
+    return s if mask is None else s + mask
+
+
+def _probabilities(s: Tensor) -> Tensor:
+    """Not exp(s - lse): where the lowest finite number hides every key of a row, the lse has lost its logarithm."""
+    return s.softmax(-1).masked_fill((s == -math.inf).all(-1, keepdim=True), 0.0)
+
+
+def _math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    s = _scores(q, k, mask, is_causal, scale)
+    return (_probabilities(s) @ v.to(s.dtype)).to(q.dtype), s.logsumexp(-1)
+
+
+def _math_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    p = _probabilities(_scores(q, k, mask, is_causal, scale))
+    grad, q, k, v, out = (x.to(p.dtype) for x in (grad, q, k, v, out))
+    ds = p * (grad @ v.mT - (grad * out).sum(-1, keepdim=True))
+    return ds @ k * scale, ds.mT @ q * scale, p.mT @ grad, ds
+
+
+# ---- torch's kernels -----------------------------------------------------------------------------------------------
+
+
+def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> str:
+    """Which of torch's kernels means the same for this call: "cpu", "flash", "efficient", or "math" for none."""
+    e, d = q.shape[-1], v.shape[-1]
+    if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
+        return "math"
+    if q.device.type == "cpu":
+        return "cpu" if e == d else "math"
+    if q.device.type != "cuda" or q.dtype == torch.float64 or e % 8 or d % 8:
+        return "math"
+    # CUDA's flash kernel aligns causality at the last key, attention at the first: the same for as many queries as keys.
+    if q.dtype != torch.float32 and e == d <= 256 and mask is None and (not is_causal or q.shape[2] == k.shape[2]):
+        return "flash"
+    return "efficient"
+
+
+def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """The memory-efficient kernel reads a mask in pieces of 16 bytes, expanded to every head."""
+    if mask is None:
+        return None
+    keys = k.shape[2]
+    return F.pad(mask, (0, -keys % 8))[..., :keys].expand(*q.shape[:3], keys)
+
+
+def _fused(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    if kernel == "cpu":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
+    elif kernel == "flash":
+        out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)[:2]
+    else:
+        out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, _aligned(mask, q, k), True, 0.0, is_causal, scale=scale)[:2]
+        lse = lse[..., : q.shape[2]]
+    # What the kernels say of a row without keys (0, +inf) differs; -inf is what merges with the lse of other keys.
+    return out, lse if mask is None else lse.masked_fill((mask == -math.inf).all(-1), -math.inf)
+
+
+def _fused_backward(
+    kernel: str, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, is_causal: bool,
+    scale: float, bias_grad: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    lse = lse.masked_fill(lse == -math.inf, math.inf)  # p = 0
+    if kernel == "cpu":
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale)
+    if kernel == "flash":
+        unused = torch.zeros(2, dtype=torch.int64, device=q.device).view(torch.uint64)  # state of the dropout that is none
+        backward = aten._scaled_dot_product_flash_attention_backward
+        return backward(grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, is_causal, unused, unused, scale=scale)
+    unused = torch.zeros((), dtype=torch.int64, device=q.device)
+    return aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, k, v, _aligned(mask, q, k), out, F.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=math.inf), unused, unused,
+        0.0, [True, True, True, bias_grad], is_causal, scale=scale,
+    )  # fmt: skip
+
+
+# ---- the ops -------------------------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("autopar::attention_v1", mutates_args=())
 def attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float, q_index: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    plain = bias is None and q_index is None
-    if _flash_fits(q, k, v):
-        mask = None if plain else _bias(q, k, bias, is_causal, q_index)
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            q.contiguous(), _group(k, q.shape[1]).contiguous(), _group(v, q.shape[1]).contiguous(), 0.0, is_causal and plain,
-            attn_mask=mask, scale=scale,
-        )  # fmt: skip
-    elif q.device.type == "cuda" and plain and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1] <= 256:
-        r = aten._scaled_dot_product_flash_attention(
-            q.contiguous(), _group(k, q.shape[1]).contiguous(), _group(v, q.shape[1]).contiguous(), 0.0, is_causal, scale=scale
-        )
-        out, lse = r[0], r[1]
+    mask, is_causal = _mask(q, k, bias, is_causal, q_index)
+    q, k, v = q.contiguous(), _group(k, q.shape[1]), _group(v, q.shape[1])
+    kernel = _kernel(q, k, v, mask, is_causal)
+    if kernel == "math":
+        out, lse = _math(q, k, v, mask, is_causal, scale)
     else:
-        out, lse = _math(q, k, v, _bias(q, k, bias, is_causal, q_index), scale)
-    return out.contiguous(), lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
+        out, lse = _fused(kernel, q, k, v, mask, is_causal, scale)
+    return out.contiguous(), lse.contiguous()
 
 
 @attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float, q_index: Tensor | None) -> tuple[Tensor, Tensor]:
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=dtype)
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=_wide(q.dtype))
 
 
 @torch.library.custom_op("autopar::attention_backward_v1", mutates_args=())
@@ -93,33 +186,20 @@ def attention_backward(
     q_index: Tensor | None, bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dbias); dbias is an empty tensor unless `bias_grad`."""
-    heads, groups = q.shape[1], k.shape[1]
-    kk, vv = _group(k, heads).contiguous(), _group(v, heads).contiguous()
-    plain = bias is None and q_index is None
-    none = grad.new_empty((0,))
-    if _flash_fits(q, k, v) and not bias_grad:
-        mask = None if plain else _bias(q, k, bias, is_causal, q_index)
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad.contiguous(), q.contiguous(), kk, vv, out, lse, 0.0, is_causal and plain, attn_mask=mask, scale=scale
-        )
-        dbias = none
+    mask, is_causal = _mask(q, k, bias, is_causal, q_index)
+    grad, q, out, lse = (x.contiguous() for x in (grad, q, out, lse))
+    keys, values = _group(k, q.shape[1]), _group(v, q.shape[1])
+    kernel = _kernel(q, keys, values, mask, is_causal)
+    if kernel == "math" or (kernel == "cpu" and bias_grad):
+        dq, dk, dv, ds = _math_backward(grad, q, keys, values, out, mask, is_causal, scale)
     else:
-        s = _scores(q, k, _bias(q, k, bias, is_causal, q_index), scale)
-        p = (s - lse.unsqueeze(-1)).exp()
-        acc = s.dtype
-        dv = p.transpose(-1, -2) @ grad.to(acc)
-        dp = grad.to(acc) @ vv.to(acc).transpose(-1, -2)
-        ds = p * (dp - (grad.to(acc) * out.to(acc)).sum(-1, keepdim=True))
-        dq, dk = ds @ kk.to(acc) * scale, ds.transpose(-1, -2) @ q.to(acc) * scale
-        dbias = none
-        if bias_grad:
-            assert bias is not None
-            dims = [i for i in range(4) if bias.shape[i] == 1 and ds.shape[i] != 1]
-            dbias = (ds.sum(dims, keepdim=True) if dims else ds).to(bias.dtype)
-    if groups != heads:
-        dk = dk.unflatten(1, (groups, heads // groups)).sum(2)
-        dv = dv.unflatten(1, (groups, heads // groups)).sum(2)
-    return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous(), dbias.contiguous()
+        dq, dk, dv, *rest = _fused_backward(kernel, grad, q, keys, values, out, lse, mask, is_causal, scale, bias_grad)
+        ds = rest[0] if rest else grad
+    dbias = grad.new_empty((0,))
+    if bias_grad:
+        assert bias is not None
+        dbias = ds.sum_to_size(bias.shape).to(bias.dtype).contiguous()
+    return dq.to(q.dtype).contiguous(), _ungroup(dk, k), _ungroup(dv, v), dbias
 
 
 @attention_backward.register_fake
@@ -135,14 +215,15 @@ def _setup(ctx: object, inputs: tuple[object, ...], output: tuple[Tensor, Tensor
     q, k, v, bias, is_causal, scale, q_index = inputs
     ctx.save_for_backward(q, k, v, output[0], output[1], bias, q_index)  # type: ignore[attr-defined]
     ctx.rest = (is_causal, scale)  # type: ignore[attr-defined]
-    ctx.bias_grad = isinstance(bias, Tensor) and bias.requires_grad  # type: ignore[attr-defined]
+    ctx.mark_non_differentiable(output[1])  # type: ignore[attr-defined]
 
 
 def _backward(ctx: object, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, bias, q_index = ctx.saved_tensors  # type: ignore[attr-defined]
     is_causal, scale = ctx.rest  # type: ignore[attr-defined]
-    dq, dk, dv, dbias = attention_backward(grad, q, k, v, out, lse, bias, is_causal, scale, q_index, ctx.bias_grad)  # type: ignore[attr-defined]
-    return dq, dk, dv, dbias if ctx.bias_grad else None, None, None, None  # type: ignore[attr-defined]
+    bias_grad = ctx.needs_input_grad[3]  # type: ignore[attr-defined]
+    dq, dk, dv, dbias = attention_backward(grad, q, k, v, out, lse, bias, is_causal, scale, q_index, bias_grad)
+    return dq, dk, dv, dbias if bias_grad else None, None, None, None
 
 
 attention.register_autograd(_backward, setup_context=_setup)

@@ -42,7 +42,10 @@ def _attention(op: Op) -> Line:
 
 @rule("autopar.attention_backward_v1.default")
 def _attention_backward(op: Op) -> Line:
-    """dk and dv are sums over the queries and query heads that read them; dbias over what it broadcasts."""
+    """dk and dv are sums over the queries and query heads that read them, dbias over what it broadcasts.
+
+    All are linear in the gradient of out.
+    """
     q, k, bias = op.args[1], op.args[2], op.args[6]
     g, r = _heads(q, k)
     mask = f", {_bias(bias, q)}" if isinstance(bias, Tensor) else ""
@@ -51,5 +54,5 @@ def _attention_backward(op: Op) -> Line:
     return Line(
         f"b+ (g+ r+) q+ d!, b (g r) q e!, b g s! e!, b g s! d!, b (g r) q d!, b (g r) q{mask}{_index(op, 9)} "
         f"-> b (g r) q e!, b g s! e!, b g s! d!, {dbias}",
-        kind="attention", sizes={"g": g, "r": r},
+        linear="0", kind="attention", sizes={"g": g, "r": r},
     )  # fmt: skip

@@ -90,7 +90,7 @@ def _resample_backward(op: Op) -> Line:
 
 @rule("aten.grid_sampler_2d.default", "aten.grid_sampler_3d.default")
 def _grid_sampler(op: Op) -> Line:
-    x, grid = op.args[:2]
+    x = op.args[0]
     out = names(op.out.shape[2:], "t", "!")
     return write([["n", "c", *names(x.shape[2:], "s", "!")], ["n", *out, "p!"]], [["n", "c", *out]], linear="0")
 

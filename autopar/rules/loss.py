@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.graph import Op, Tensor
 from autopar.rules import rule
 from autopar.rules.grammar import Line
-from autopar.rules.letters import names
+from autopar.rules.letters import aligned, names, write
 
 MEAN, SUM = 1, 2
 
@@ -19,11 +19,16 @@ def _classes(op: Op, x: Tensor, mark: str) -> tuple[str, str]:
     return " ".join(scores), " ".join(targets) or "?"
 
 
+def _weight(weight: object) -> str:
+    """One number a class."""
+    return "" if not isinstance(weight, Tensor) else ", c" if weight.shape[0] != 1 else ", 1"
+
+
 @rule("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
 def _nll(op: Op) -> Line:
     x, _, weight, reduction = op.args[:4]
     scores, targets = _classes(op, x, ":all")
-    w = ", c" if isinstance(weight, Tensor) and x.shape[1 if len(x.shape) > 1 else 0] != 1 else ", 1" if isinstance(weight, Tensor) else ""
+    w = _weight(weight)
     out = targets.replace("?", "") if reduction not in (MEAN, SUM) else ""
     return Line(f"{scores}, {targets}{w} -> {out}, ", kind="loss")
 
@@ -32,22 +37,21 @@ def _nll(op: Op) -> Line:
 def _nll_backward(op: Op) -> Line:
     _, x, _, weight, reduction = op.args[:5]
     scores, targets = _classes(op, x, "")
-    w = ", c" if isinstance(weight, Tensor) and x.shape[1 if len(x.shape) > 1 else 0] != 1 else ", 1" if isinstance(weight, Tensor) else ""
+    w = _weight(weight)
     grad = targets if reduction not in (MEAN, SUM) else "?"
-    return Line(f"{grad}, {scores}, {targets}{w}, ? -> {scores}", kind="loss")
+    return Line(f"{grad}, {scores}, {targets}{w}, ? -> {scores}", linear="0", kind="loss")
 
 
 @rule(
     "aten.mse_loss.default", "aten.smooth_l1_loss.default", "aten.huber_loss.default", "aten.soft_margin_loss.default",
     "aten.binary_cross_entropy.default", "aten.binary_cross_entropy_with_logits.default",
 )  # fmt: skip
-def _elementwise(op: Op) -> Line | None:
+def _elementwise(op: Op) -> Line:
+    """The weights of classes broadcast."""
     shape = op.inputs[0].shape
-    if any(t.shape != shape for t in op.inputs):
-        return None
     reduced = op.out.shape != shape or not shape
-    dims = " ".join(names(shape, "n", "+" if reduced else "")) or "?"
-    return Line(f"{', '.join([dims] * len(op.inputs))} -> {'' if reduced else dims}", kind="loss")
+    dims = names(shape, "n", "+" if reduced else "")
+    return write([aligned(t.shape, shape, dims) for t in op.inputs], [[] if reduced else dims], kind="loss")
 
 
 @rule(
@@ -56,10 +60,7 @@ def _elementwise(op: Op) -> Line | None:
     "aten.huber_loss_backward.default",
     "aten.binary_cross_entropy_backward.default",
 )
-def _elementwise_backward(op: Op) -> Line | None:
-    shape = op.inputs[1].shape
-    if any(t.shape != shape for t in op.inputs[1:]):
-        return None
-    dims = " ".join(names(shape, "n")) or "?"
-    grad = dims if op.inputs[0].shape == shape else "?"
-    return Line(f"{grad}, {', '.join([dims] * (len(op.inputs) - 1))} -> {dims.replace('?', '')}", linear="0", kind="loss")
+def _elementwise_backward(op: Op) -> Line:
+    shape = op.out.shape
+    dims = names(shape, "n")
+    return write([aligned(t.shape, shape, dims) for t in op.inputs], [dims], linear="0", kind="loss")

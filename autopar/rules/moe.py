@@ -1,7 +1,7 @@
 """Grouped matrix products: the rows of expert j, sorted to stand together, times the matrix of expert j.
 
-    m! k+, e+ k n, offsets! -> m n        rows of another rank's experts are zero, so splitting experts leaves a sum
-    its weight gradient    k m!, m! n, offsets! -> e k n
+product            m! k+, e+ k n, o! -> m n        rows of another rank's experts are zero, so splitting experts leaves a sum
+weight gradient    k m!, m! n, o! -> e k n
 
 Splitting the rows would give each rank a part of every expert, at bounds that depend on the data: not offered here. The torch kernel
 wants rows of whole 16-byte units, so it splits a dim by such blocks.
@@ -38,4 +38,4 @@ def _grouped_mm(op: Op) -> Line | None:
         return Line("m! (k+ u!), e+ (k u!) (n v!), o! -> m (n v!)", "0|1", "moe", {"u": unit, "v": unit})
     if a.shape[0] % unit:
         return None
-    return Line("(k u!) m!, m (n v!), o! -> o (k u!) (n v!)", "0|1", "moe", {"u": unit, "v": unit})
+    return Line("(k u!) m!, m (n v!), o! -> e^ (k u!) (n v!)", "0|1", "moe", {"u": unit, "v": unit})

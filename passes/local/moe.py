@@ -15,15 +15,14 @@ from autopar.passes.local.context import Local
 
 
 class _Rows:
-    """The rows of this rank's experts."""
+    """The rows of this rank's experts (their global indices), of so many rows in all."""
 
-    def __init__(self, ctx: Local, rows: int, offsets: torch.Tensor) -> None:
-        experts = ctx.index(ctx.inputs[1], 0)
+    def __init__(self, experts: torch.Tensor, rows: int, offsets: torch.Tensor) -> None:
         counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
         self.offsets = counts.index_select(0, experts).cumsum(0).to(offsets.dtype)
         # One more for rows behind the last offset, which belong to no expert.
         owned = torch.zeros(offsets.shape[0] + 1, dtype=torch.bool).index_fill(0, experts, True)
-        mine = owned[torch.searchsorted(offsets, torch.arange(rows), right=True)]
+        mine = owned[torch.searchsorted(offsets, torch.arange(rows, dtype=offsets.dtype), right=True)]
         self.mine = mine.unsqueeze(1)
         self.front = torch.argsort((~mine).to(torch.int64), stable=True)
         self.back = (mine.cumsum(0) - 1).clamp(min=0)
@@ -41,7 +40,12 @@ def _grouped_mm(ctx: Local, x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor
     op = operator(ctx.op.target)
     if not ctx.is_split("e"):
         return op(x, w, offs, *rest, **kwargs)  # type: ignore[no-any-return]
-    rows = _Rows(ctx, x.shape[0], offs)
+    if w.dim() == 2:
+        experts = ctx.outputs[0]
+        assert experts is not None
+        rows = _Rows(ctx.index(experts, 0), w.shape[0], offs)
+        return op(x.index_select(1, rows.front), rows.to_front(w), rows.offsets, *rest, **kwargs)  # type: ignore[no-any-return]
+    rows = _Rows(ctx.index(ctx.inputs[1], 0), x.shape[0], offs)
     return rows.to_back(op(rows.to_front(x), w, rows.offsets, *rest, **kwargs))
 
 
@@ -50,6 +54,6 @@ def _grouped_mm_backward(ctx: Local, x: torch.Tensor, w: torch.Tensor, offs: tor
     op = operator(ctx.op.target)
     if not ctx.is_split("e"):
         return op(x, w, offs, grad)
-    rows = _Rows(ctx, x.shape[0], offs)
+    rows = _Rows(ctx.index(ctx.inputs[1], 0), x.shape[0], offs)
     dx, dw = op(rows.to_front(x), w, rows.offsets, rows.to_front(grad))
     return rows.to_back(dx), dw
