@@ -9,10 +9,12 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.utils._python_dispatch
 import torch.utils._pytree
 from torch import fx, nn
 
 pytree = torch.utils._pytree
+TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 
 # ---- fake tensors and capture ------------------------------------------------------------------------------------
 

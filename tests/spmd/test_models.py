@@ -97,7 +97,9 @@ def test_step_equals_one_device(name: str, mesh: dict[str, int], layout: str) ->
     assert not {t: n for t, n in plan.fallbacks.items() if any(plan.ops[o].kind in HEAVY for o in plan.ops if plan.targets[o] == t)}
     assert not plan.fallbacks, f"ops without a rule: {plan.fallbacks}"
     if layout in ("ddp", "fsdp"):
-        assert not plan.repeated, f"work repeated: {plan.repeated}"
+        # A lookup of positions has no batch: every rank does it.
+        repeated = {o for o in plan.repeated if plan.ops[o].kind != "embedding"}
+        assert not repeated, f"work repeated: {repeated}"
 
 
 @pytest.mark.parametrize("name", ZOO)
