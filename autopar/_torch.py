@@ -12,6 +12,7 @@ import torch
 import torch.utils._python_dispatch
 import torch.utils._pytree
 from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 pytree = torch.utils._pytree
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
@@ -250,13 +251,12 @@ def invoke_subgraph() -> Any:
 
 
 def decompose_late(gm: fx.GraphModule, values: list[Any], mode: Any) -> fx.GraphModule:
-    """Retraces `gm` through Inductor's decompositions on fake tensors like `values`."""
+    """Retraces `gm` through Inductor's decompositions on the fake tensors `values`."""
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    fresh = [fresh_fake(v, mode) for v in values]  # make_fx tells inputs apart by identity
     with mode, torch.no_grad():
-        return make_fx(gm, decomposition_table=select_decomp_table(), tracing_mode="real", _allow_non_fake_inputs=True)(*fresh)
+        return make_fx(gm, decomposition_table=select_decomp_table(), tracing_mode="real", _allow_non_fake_inputs=True)(*values)
 
 
 def compile_inner(gm: fx.GraphModule, mode: Any, is_backward: bool) -> tuple[Any, tuple[tuple[int, ...] | None, ...] | None]:

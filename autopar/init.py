@@ -136,10 +136,14 @@ def _initialise_hf(path: str, module: nn.Module, model: Any, run: Callable[[str,
 
 @torch.no_grad()
 def materialize(module: nn.Module, mesh: DeviceMesh, placements: Placements, seed: int, device: torch.device) -> None:
-    """Meta parameters become DTensors with initialised shards, meta buffers are rebuilt; what is real is distributed as it is."""
+    """Meta parameters become DTensors with initialised shards, meta buffers are rebuilt; what is real is distributed as it is.
+
+    The mesh's first rank's `seed` counts. Raises AutoparError for a parameter or buffer that nothing initialises.
+    """
     for m in module.modules():
         if _is_hf(m):
             m.tie_weights()  # moving a model to meta unties its parameters
+    seed = int(_of_first_rank(torch.tensor([seed % 2**63], device=device), mesh))
     every = owned_by(module)
     real = [o.tensor for o in every if not o.tensor.is_meta]
     for t in real:

@@ -210,8 +210,10 @@ class _Propagator:
             for x, f in rule.factors.items():
                 if rule.kind == "embedding" and x in owners and not f.index:
                     continue  # a table split by columns would leave the residual stream split
-                if f.split and (x in owners) == (on_tensor and bool(owners)):
-                    for stride in self.strides(op, rule, x, width):
+                # Tokens sorted by expert cannot be split: rather than every rank doing all of them, each takes a part of the features.
+                wanted = (x in owners) == (on_tensor and bool(owners)) or rule.kind == "moe"
+                if f.split and wanted:
+                    for stride in self.strides(op, rule, x, width, strategy):
                         if self.fits(rule, axis, (x, stride), strategy) and self.keeps(op, rule, x, stride, width):
                             seen.add((x, stride))
                             break
@@ -275,8 +277,9 @@ class _Propagator:
 
     # ---- looking ahead ---------------------------------------------------------------------------------------
 
-    def strides(self, op: Op, rule: Rule, letter: str, width: int) -> list[int]:
-        """Where a digit of `width` may lie in `letter`: major first, at the cuts that later views make."""
+    def strides(self, op: Op, rule: Rule, letter: str, width: int, strategy: Mapping[str, tuple[str, int]]) -> list[int]:
+        """Where a digit of `width` may lie in `letter`, major first: in each part between the cuts that later views make, to the right
+        of the digits that other axes have there."""
         cuts = {1, rule.factors[letter].size}
         for t, dims in zip(op.outputs, rule.outputs, strict=True):
             for d, x in enumerate(dims or ()):
@@ -284,7 +287,13 @@ class _Propagator:
                     right = right_of(x, letter, rule)
                     cuts |= {c // right for c in self.cuts(t.name, d, DEPTH) if c % right == 0 and c // right <= rule.factors[letter].size}
         ordered = sorted(cuts)
-        return [hi // width for lo, hi in reversed(list(itertools.pairwise(ordered))) if hi % (width * lo) == 0]
+        taken = [(stride, self.mesh.axis_size(a)) for a, (x, stride) in strategy.items() if x == letter]
+        out = []
+        for lo, hi in reversed(list(itertools.pairwise(ordered))):
+            used = math.prod(w for stride, w in taken if lo <= stride < hi)
+            if hi % (used * width * lo) == 0:
+                out.append(hi // (used * width))
+        return out
 
     def cuts(self, name: str, dim: int, depth: int) -> set[int]:
         """Right strides at which forward consumers, up to the next heavy op, cut dim `dim` of `name` into letters."""

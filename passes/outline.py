@@ -2,20 +2,25 @@
 
 Every node is hashed by what it is (target, constants, shapes, strides, dtypes of result and operands). A run in which the
 hash sequence equals itself shifted by p is a tandem repeat of period p: a stack of layers. The run is cut into
-copies where the fewest values cross, the copies are compared wire by wire, and each equal one becomes a call of one shared
+copies where the fewest values cross, the copies are compared wire by wire, and those that are equal become calls of one shared
 subgraph. What remains is left in place. Then everything is retraced through the late decompositions, each distinct body once.
 
-A body never returns two tensors on one storage, nor a view of what it was given: it returns the storage's first tensor, and
-the views are made outside. Otherwise the outer graph could reuse memory that is still read.
+Counters. Random ops differ between layers in one integer, the op's number, added to a key. Where copies differ in an integer that is added
+to an int64 tensor, the integer becomes a 0-d operand of the body. Integer arithmetic, so still bitwise.
 
-Requires: aten graph with recorded values; collectives next to their waits. Bitwise.
+Storage. A body returns every storage it makes once, as the tensor that made it, and nothing of what it was given; views of either are
+made again outside, by the ops that made them inside. Otherwise the outer graph could reuse memory that is still read.
+For the same reason no collective is in flight where a run is cut: Inductor keeps a collective's input only for a wait in the same body.
+
+Requires: aten graph with recorded values. Bitwise.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,38 +40,66 @@ class Repeat:
     period: int
     count: int
 
+    def copies(self, calls: list[fx.Node]) -> list[list[fx.Node]]:
+        return [calls[self.start + k * self.period : self.start + (k + 1) * self.period] for k in range(self.count)]
 
-@dataclass
+
+@dataclass(frozen=True)
 class Outlined:
     """gm: the decomposed graph; distinct: bodies that Inductor will lower; layers: calls of them."""
 
     gm: fx.GraphModule
-    distinct: int = 0
-    layers: int = 0
-    bodies: dict[str, str] = field(default_factory=dict)
+    distinct: int
+    layers: int
 
 
 def outline(gm: fx.GraphModule, fake_mode: Any) -> Outlined:
     """`gm` decomposed for Inductor, with repeated stretches as calls of shared subgraphs."""
-    calls = [n for n in gm.graph.nodes if n.op == "call_function"]
-    repeats = [r for r in find_repeats([_hash(n) for n in calls]) if r.count > 1]
+    gm = _getitems_first(gm)
+    calls = _calls(gm)
+    cuts = _Cuts(calls)
+    repeats = [c for r in find_repeats([_hash(n) for n in calls]) if (c := cuts.best(r)) is not None]
+    calls, repeats = _counters_as_operands(gm, calls, repeats, fake_mode)
     return _Rebuilder(gm, calls, repeats, fake_mode).run()
+
+
+def _calls(gm: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in gm.graph.nodes if n.op == "call_function"]
+
+
+def _getitems_first(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of `gm` in which a tuple is taken apart right where it is made, so that none needs to cross a cut."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+
+    def add(n: fx.Node) -> None:
+        if n not in env:
+            env[n] = graph.node_copy(n, env.__getitem__)
+            for u in n.users if isinstance(n.meta.get("val"), (list, tuple)) else ():
+                if _torch.is_getitem(u):
+                    add(u)
+
+    for n in gm.graph.nodes:
+        add(n)
+    return fx.GraphModule(gm, graph)
 
 
 # ---- finding -----------------------------------------------------------------------------------------------------
 
 
-def _hash(n: fx.Node) -> str:
-    def text(x: Any) -> str:
-        if isinstance(x, fx.Node):
-            return _value(x)
-        if isinstance(x, (list, tuple)):
-            return "(" + ",".join(map(text, x)) + ")"
-        if isinstance(x, dict):
-            return "{" + ",".join(f"{k}:{text(v)}" for k, v in x.items()) + "}"
-        return repr(x)
+def _text(x: Any, node: Callable[[fx.Node], str]) -> str:
+    if isinstance(x, fx.Node):
+        return node(x)
+    if isinstance(x, (list, tuple)):
+        return "(" + ",".join(_text(y, node) for y in x) + ")"
+    if isinstance(x, dict):
+        return "{" + ",".join(f"{k}:{_text(v, node)}" for k, v in x.items()) + "}"
+    return repr(x)
 
-    return hashlib.sha256(f"{n.target}{text(n.args)}{text(n.kwargs)}{_value(n)}".encode()).hexdigest()
+
+def _hash(n: fx.Node) -> str:
+    args = (n.args[0], "counter") if _adds_integer(n) else n.args
+    return hashlib.sha256(f"{n.target}{_text(args, _value)}{_text(n.kwargs, _value)}{_value(n)}".encode()).hexdigest()
 
 
 def _value(n: fx.Node) -> str:
@@ -105,50 +138,106 @@ def _search(sequence: Any, lo: int, hi: int) -> Iterator[Repeat]:
     yield from _search(sequence, best.start + best.period * best.count, hi)
 
 
+# ---- cutting -----------------------------------------------------------------------------------------------------
+
+
+class _Cuts:
+    """Where a run may be cut, and what crosses there. Cut c lies before call c."""
+
+    def __init__(self, calls: list[fx.Node]) -> None:
+        position = {n: i for i, n in enumerate(calls)}
+        self.last = np.array([max((position.get(u, len(calls)) for u in n.users), default=i) for i, n in enumerate(calls)])
+        closed = np.zeros(len(calls) + 2, dtype=np.int64)
+        for i, n in enumerate(calls):
+            if isinstance(n.meta["val"], (list, tuple)) or _in_flight(n):
+                closed[i + 1] += 1
+                closed[self.last[i] + 1] -= 1
+        self.closed = np.cumsum(closed) > 0
+
+    def crossing(self, cut: int, period: int) -> int:
+        """Values that the next copy reads of the last two; what lives longer (saved for backward) crosses every cut anyway."""
+        last = self.last[max(0, cut - 2 * period) : cut]
+        return int(np.count_nonzero((last >= cut) & (last < cut + period)))
+
+    def best(self, r: Repeat) -> Repeat | None:
+        """`r` shifted within its run to the cut that the fewest values cross; None where it cannot be cut."""
+        end = r.start + r.period * r.count
+        found: list[tuple[int, int]] = []
+        for start in range(r.start, min(r.start + r.period, end - 2 * r.period + 1)):
+            if not self.closed[start : end + 1 : r.period].any():
+                found.append((self.crossing(start + r.period, r.period), start))
+        if not found:
+            return None
+        start = min(found)[1]
+        return Repeat(start, r.period, (end - start) // r.period)
+
+
+def _in_flight(n: fx.Node) -> bool:
+    """A collective's result before its wait."""
+    return "_c10d_functional" in str(n.target) and "wait_tensor" not in str(n.target)
+
+
+# ---- counters ----------------------------------------------------------------------------------------------------
+
+
+def _adds_integer(n: fx.Node) -> bool:
+    return (
+        n.target is torch.ops.aten.add.Tensor
+        and isinstance(n.args[0], fx.Node)
+        and type(n.args[1]) is int
+        and not n.kwargs
+        and n.args[0].meta["val"].dtype == torch.int64
+    )
+
+
+def _counters_as_operands(
+    gm: fx.GraphModule, calls: list[fx.Node], repeats: list[Repeat], mode: Any
+) -> tuple[list[fx.Node], list[Repeat]]:
+    """Integers in which the copies of a repeat differ, as 0-d tensors made before it."""
+    firsts = [calls[r.start] for r in repeats]
+    for r, first in zip(repeats, firsts, strict=True):
+        for column in zip(*r.copies(calls), strict=True):
+            if not _adds_integer(column[0]) or len({n.args[1] for n in column}) == 1:
+                continue
+            for n in column:
+                like = n.args[0].meta["val"]
+                with gm.graph.inserting_before(first):
+                    counter = gm.graph.call_function(
+                        torch.ops.aten.full.default, ([], n.args[1]), {"dtype": torch.int64, "device": like.device}
+                    )
+                with mode:
+                    counter.meta["val"] = torch.empty((), dtype=torch.int64, device=like.device)
+                n.args = (n.args[0], counter)
+    calls = _calls(gm)
+    position = {n: i for i, n in enumerate(calls)}
+    return calls, [Repeat(position[f], r.period, r.count) for r, f in zip(repeats, firsts, strict=True)]
+
+
 # ---- rebuilding --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Slot:
-    """What a body returns for one of its nodes: output `index` as it is, or a view of an output or input's storage."""
-
-    kind: str  # "output" | "input"
-    index: int
-    view: tuple[tuple[int, ...], tuple[int, ...], int] | None
-
-
-@dataclass(frozen=True)
 class _Body:
+    """gm: what Inductor lowers. roots: ("input" | "output", index) of every storage that `views`, a graph over them, looks at.
+
+    wanted: positions in the segment of the nodes that `views` returns.
+    """
+
     name: str
     gm: fx.GraphModule
-    slots: dict[int, _Slot]  # position of a node in the segment -> where to find it
+    roots: tuple[tuple[str, int], ...]
+    views: fx.Graph
+    wanted: tuple[int, ...]
 
 
 class _Rebuilder:
     def __init__(self, gm: fx.GraphModule, calls: list[fx.Node], repeats: list[Repeat], mode: Any) -> None:
-        self.gm, self.calls, self.mode = gm, calls, mode
-        self.position = {n: i for i, n in enumerate(calls)}
-        self.repeats = [self.align(r) for r in repeats]
+        self.gm, self.calls, self.repeats, self.mode = gm, calls, repeats, mode
         self.out = fx.Graph()
         self.root = torch.nn.Module()
         self.env: dict[fx.Node, Any] = {}
         self.bodies: dict[str, _Body] = {}
         self.layers = 0
-
-    def align(self, r: Repeat) -> Repeat:
-        """The same repeat cut where the fewest values cross and no tuple does; one copy less if that needs room."""
-        last = {n: max((self.position.get(u, len(self.calls)) for u in n.users), default=i) for n, i in self.position.items()}
-
-        def crossing(cut: int) -> float:
-            live = [n for n in self.calls[max(0, cut - 2 * r.period) : cut] if last[n] >= cut]
-            near = [n for n in live if last[n] < cut + r.period]
-            return float("inf") if any(isinstance(n.meta["val"], (list, tuple)) for n in live) else len(near)
-
-        whole = range(r.start, r.start + 1)
-        end = r.start + r.period * r.count
-        best = min([*whole, *range(r.start + 1, r.start + r.period)], key=lambda c: (crossing(c), c))
-        count = (end - best) // r.period
-        return Repeat(best, r.period, count)
 
     def run(self) -> Outlined:
         for n in self.gm.graph.nodes:
@@ -158,19 +247,29 @@ class _Rebuilder:
                 self.env[n] = new
             elif n.op == "get_attr":
                 self.env[n] = self.attribute(str(n.target), _torch.get_attribute(self.gm, str(n.target)), n)
+        pending: list[fx.Node] = []
         at = 0
         for r in self.repeats:
-            self.inline(self.calls[at : r.start])
-            for k in range(r.count):
-                self.segment(r, k)
+            pending += self.calls[at : r.start]
+            copies = r.copies(self.calls)
+            wanted = _wanted(copies)
+            texts = [self.wiring(c, lambda n: n) for c in copies]
+            times = Counter(texts)
+            for nodes, text in zip(copies, texts, strict=True):
+                if times[text] == 1:
+                    pending += nodes
+                    continue
+                self.inline(pending)
+                pending = []
+                self.segment(nodes, wanted)
             at = r.start + r.period * r.count
-        self.inline(self.calls[at:])
+        self.inline(pending + self.calls[at:])
         results = self.gm.graph.output_node().args[0]
         self.out.output(tuple(self.env[n] if isinstance(n, fx.Node) else n for n in results))
         gm = fx.GraphModule(self.root, self.out)
         _torch.drop_dead_code(gm)
         gm.graph.lint()
-        return Outlined(gm, len(self.bodies), self.layers, {b.name: b.name for b in self.bodies.values()})
+        return Outlined(gm, len(self.bodies), self.layers)
 
     def attribute(self, name: str, value: Any, like: fx.Node | None = None) -> fx.Node:
         flat = name.replace(".", "_")
@@ -188,8 +287,9 @@ class _Rebuilder:
         """Copies `nodes` through the decompositions."""
         if not nodes:
             return
-        inputs, outputs = self.interface(nodes)
-        traced = self.decompose(nodes, inputs, outputs)
+        inputs, outputs = _interface(nodes)
+        # On the very values of the graph so far: its views keep sharing their storage, which Inductor's passes go by.
+        traced = self.decompose(nodes, inputs, outputs, [self.env[n].meta["val"] for n in inputs])
         inner: dict[fx.Node, Any] = {}
         given = iter(inputs)
         for n in traced.graph.nodes:
@@ -206,14 +306,7 @@ class _Rebuilder:
                 inner[n] = self.out.node_copy(n, inner.__getitem__)
                 inner[n].meta = dict(n.meta)
 
-    def interface(self, nodes: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-        """What a stretch reads of outside, in order of first use, and which of its nodes are used outside."""
-        inside = set(nodes)
-        inputs = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside))
-        outputs = [n for n in nodes if any(u not in inside for u in n.users)]
-        return inputs, outputs
-
-    def decompose(self, nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> fx.GraphModule:
+    def decompose(self, nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node], values: list[Any]) -> fx.GraphModule:
         """The stretch as a graph of its own, retraced through the late decompositions on the values it will really get."""
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
@@ -222,91 +315,104 @@ class _Rebuilder:
         for n in nodes:
             env[n] = graph.node_copy(n, env.__getitem__)
         graph.output(tuple(env[n] for n in outputs))
-        piece = fx.GraphModule(self.gm, graph)
-        return _torch.decompose_late(piece, [self.env[n].meta["val"] for n in inputs], self.mode)
+        return _torch.decompose_late(fx.GraphModule(self.gm, graph), values, self.mode)
 
     # ---- copies of a body --------------------------------------------------------------------------------------
 
-    def wiring(self, nodes: list[fx.Node], inputs: list[fx.Node]) -> str:
-        """The text of a segment: every node with operands by position, and the real layout of what comes in."""
+    def wiring(self, nodes: list[fx.Node], real: Callable[[fx.Node], fx.Node]) -> str:
+        """The text of a segment: every node with operands by position, and the layout of what comes in, recorded at `real(input)`."""
+        inputs, _ = _interface(nodes)
         names = {n: f"i{k}" for k, n in enumerate(inputs)} | {n: f"n{k}" for k, n in enumerate(nodes)}
+        lines = [f"{n.target}{_text(n.args, names.__getitem__)}{_text(n.kwargs, names.__getitem__)}" for n in nodes]
+        return "\n".join([_value(real(n)) for n in inputs] + lines)
 
-        def text(x: Any) -> str:
-            if isinstance(x, fx.Node):
-                return names[x]
-            if isinstance(x, (list, tuple)):
-                return "(" + ",".join(map(text, x)) + ")"
-            if isinstance(x, dict):
-                return "{" + ",".join(f"{k}:{text(v)}" for k, v in x.items()) + "}"
-            return repr(x)
-
-        lines = [f"{n.target}{text(n.args)}{text(n.kwargs)}" for n in nodes]
-        return "\n".join([_value(self.env[n]) for n in inputs] + lines)
-
-    def segment(self, r: Repeat, k: int) -> None:
-        nodes = self.calls[r.start + k * r.period : r.start + (k + 1) * r.period]
-        inputs, _ = self.interface(nodes)
-        wanted = self.wanted(r)
-        key = hashlib.sha256((self.wiring(nodes, inputs) + repr(wanted)).encode()).hexdigest()
+    def segment(self, nodes: list[fx.Node], wanted: tuple[int, ...]) -> None:
+        """A call of the body that equals `nodes`."""
+        inputs, _ = _interface(nodes)
+        key = hashlib.sha256((self.wiring(nodes, self.env.__getitem__) + repr(wanted)).encode()).hexdigest()
+        args = [self.env[n] for n in inputs]
         if key not in self.bodies:
-            self.bodies[key] = self.body(key, nodes, inputs, wanted)
+            fresh = [_torch.fresh_fake(a.meta["val"], self.mode) for a in args]
+            self.bodies[key] = _body(key, self.decompose(nodes, inputs, [nodes[i] for i in wanted], fresh), wanted)
         body = self.bodies[key]
         self.layers += 1
-        attr = self.attribute(body.name, body.gm)
-        args = [self.env[n] for n in inputs]
-        call = self.out.call_function(_torch.invoke_subgraph(), (attr, body.name, *args), {})
+        call = self.out.call_function(_torch.invoke_subgraph(), (self.attribute(body.name, body.gm), body.name, *args), {})
         results = body.gm.graph.output_node().args[0]
-        call.meta["val"] = tuple(m.meta["val"] for m in results)
+        call.meta["val"] = tuple(_torch.fresh_fake(m.meta["val"], self.mode) for m in results)
         made: dict[int, fx.Node] = {}
-        for i, slot in body.slots.items():
-            if slot.kind == "input":
-                base = args[slot.index]
+        bases = iter(body.roots)
+        inner: dict[fx.Node, fx.Node] = {}
+        for v in body.views.nodes:
+            if v.op == "placeholder":
+                kind, index = next(bases)
+                if kind == "output" and index not in made:
+                    made[index] = self.out.call_function(_torch.getitem, (call, index), {})
+                    made[index].meta["val"] = call.meta["val"][index]
+                inner[v] = args[index] if kind == "input" else made[index]
+            elif v.op == "output":
+                for i, m in zip(body.wanted, v.args[0], strict=True):
+                    self.env[nodes[i]] = inner[m]
             else:
-                if slot.index not in made:
-                    made[slot.index] = self.out.call_function(_torch.getitem, (call, slot.index), {})
-                    made[slot.index].meta["val"] = _torch.fresh_fake(call.meta["val"][slot.index], self.mode)
-                base = made[slot.index]
-            node = base
-            if slot.view is not None:
-                node = self.out.call_function(torch.ops.aten.as_strided.default, (base, *map(_listed, slot.view)), {})
+                new = self.out.node_copy(v, inner.__getitem__)
+                values, named = fx.map_arg((new.args, new.kwargs), lambda a: a.meta["val"])
                 with self.mode:
-                    node.meta["val"] = torch.as_strided(base.meta["val"], *slot.view)
-            self.env[nodes[i]] = node
-
-    def wanted(self, r: Repeat) -> tuple[int, ...]:
-        """Positions whose values any copy gives to the outside: all copies return the same."""
-        out = set()
-        for k in range(r.count):
-            nodes = self.calls[r.start + k * r.period : r.start + (k + 1) * r.period]
-            inside = set(nodes)
-            out |= {i for i, n in enumerate(nodes) if any(u not in inside for u in n.users)}
-        return tuple(sorted(out))
-
-    def body(self, key: str, nodes: list[fx.Node], inputs: list[fx.Node], wanted: tuple[int, ...]) -> _Body:
-        traced = self.decompose(nodes, inputs, [nodes[i] for i in wanted])
-        places = [n for n in traced.graph.nodes if n.op == "placeholder"]
-        results = list(traced.graph.output_node().args[0])
-        owners = {_torch.storage_of(p.meta["val"]): ("input", i, p.meta["val"]) for i, p in enumerate(places)}
-        kept: list[fx.Node] = []
-        slots: dict[int, _Slot] = {}
-        for i, m in zip(wanted, results, strict=True):
-            v = m.meta["val"]
-            owner = owners.get(_torch.storage_of(v))
-            if owner is None:
-                slots[i] = _Slot("output", len(kept), None)
-                owners[_torch.storage_of(v)] = ("output", len(kept), v)
-                kept.append(m)
-            else:
-                kind, index, base = owner
-                same = (v.shape, v.stride(), v.storage_offset()) == (base.shape, base.stride(), base.storage_offset())
-                view = None if same else (tuple(v.shape), tuple(v.stride()), int(v.storage_offset()))
-                slots[i] = _Slot(kind, index, view)
-        traced.graph.output_node().args = (tuple(kept),)
-        traced.graph.eliminate_dead_code()
-        _torch.drop_dead_code(traced)
-        traced.recompile()
-        return _Body(f"layer_{key[:16]}", traced, slots)
+                    new.meta = {"val": new.target(*values, **named)}
+                inner[v] = new
 
 
-def _listed(x: Any) -> Any:
-    return list(x) if isinstance(x, tuple) else x
+def _interface(nodes: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """What a stretch reads of outside, in order of first use, and which of its nodes are used outside."""
+    inside = set(nodes)
+    inputs = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside))
+    outputs = [n for n in nodes if any(u not in inside for u in n.users)]
+    return inputs, outputs
+
+
+def _wanted(copies: list[list[fx.Node]]) -> tuple[int, ...]:
+    """Positions whose values any copy gives to the outside: all copies return the same."""
+    out: set[int] = set()
+    for nodes in copies:
+        inside = set(nodes)
+        out |= {i for i, n in enumerate(nodes) if any(u not in inside for u in n.users)}
+    return tuple(sorted(out))
+
+
+def _body(key: str, traced: fx.GraphModule, wanted: tuple[int, ...]) -> _Body:
+    """`traced` cut down to the storages it makes, and the views of them and of its inputs."""
+    places = {n: i for i, n in enumerate(n for n in traced.graph.nodes if n.op == "placeholder")}
+    owner: dict[int, fx.Node] = {}
+    for n in traced.graph.nodes:
+        if isinstance(n.meta.get("val"), torch.Tensor):
+            owner.setdefault(_torch.storage_of(n.meta["val"]), n)
+    views = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    roots: list[tuple[str, int]] = []
+    kept: list[fx.Node] = []
+
+    def visit(n: fx.Node) -> None:
+        if n in env:
+            return
+        if isinstance(n.meta["val"], torch.Tensor) and owner[_torch.storage_of(n.meta["val"])] is n:
+            env[n] = views.placeholder(f"root_{len(roots)}")
+            roots.append(("input", places[n]) if n in places else ("output", len(kept)))
+            if n not in places:
+                kept.append(n)
+            return
+        for a in n.all_input_nodes:
+            visit(a)
+        env[n] = views.node_copy(n, env.__getitem__)
+
+    results = list(traced.graph.output_node().args[0])
+    for m in results:
+        visit(m)
+    views.output(tuple(env[m] for m in results))
+    # A graph's placeholders come first; a view may have been copied before a later root.
+    first = next(iter(views.nodes))
+    for p in [n for n in views.nodes if n.op == "placeholder"]:
+        if p is not first:
+            first.append(p)
+            first = p
+    traced.graph.output_node().args = (tuple(kept),)
+    _torch.drop_dead_code(traced)
+    traced.recompile()
+    return _Body(f"layer_{key[:16]}", traced, tuple(roots), views, wanted)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -174,4 +175,8 @@ ZOO: dict[str, Zoo] = {
     "mixtral": Zoo(_mixtral, _causal),
     "convnet": Zoo(ConvNet, _conv_inputs, {"loss_fn": F.cross_entropy}),
     "lora": Zoo(_lora, _causal),
+    # Attention dropout takes torch's math path; without it these use the attention op.
+    "gpt2-attention": Zoo(functools.partial(_gpt2, attn_pdrop=0.0), _causal),
+    "bert-attention": Zoo(functools.partial(_bert, attention_probs_dropout_prob=0.0), _bert_inputs),
+    "t5-attention": Zoo(functools.partial(_t5, dropout_rate=0.0), _t5_inputs),
 }

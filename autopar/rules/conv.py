@@ -1,8 +1,8 @@
 """Convolutions, pools and resampling. Spatial dims stay whole: splitting them would need a halo of the neighbours' pixels.
 
-    convolution, g groups     n (g i) s!, (g o) i k!, (g o)? -> n (g o) t!         i summed; the bias then counts once
-    its backward              dx is a sum over o, dW and db over n; db does not depend on i and so is whole if i is split
-    pools, resampling         n c s! -> n c t!
+convolution, g groups     n (g i) s!, (g o) i k!, (g o)? -> n (g o) t!         i summed; the bias then counts once
+its backward              dx is a sum over o, dW and db over n; db does not depend on i and so is whole if i is split
+pools, resampling         n c s! -> n c t!
 """
 
 from __future__ import annotations

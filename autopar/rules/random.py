@@ -5,22 +5,22 @@ from __future__ import annotations
 from autopar.graph import Op
 from autopar.rules import rule
 from autopar.rules.grammar import Line
-from autopar.rules.letters import names
+from autopar.rules.letters import aligned, names, write
 
 
 @rule(
-    "aten.native_dropout.default", "aten.rand_like.default", "aten.randn_like.default", "aten.bernoulli.default", "aten.bernoulli.p",
-    "aten.uniform.default", "aten.normal_functional.default", "aten.exponential.default", "aten.rand.default", "aten.randn.default",
-    "aten.randint.default", "aten.randint.low", "aten.randint_like.default",
+    "aten.native_dropout.default", "aten.rand.default", "aten.rand_like.default", "aten.uniform.default", "aten.randn.default",
+    "aten.randn_like.default", "aten.normal_functional.default", "aten.normal.Tensor_Tensor", "aten.normal.Tensor_float",
+    "aten.normal.float_Tensor", "aten.normal.float_float", "aten.log_normal.default", "aten.exponential.default", "aten.cauchy.default",
+    "aten.geometric.default", "aten.bernoulli.default", "aten.bernoulli.Tensor", "aten.bernoulli.p", "aten.randint.default",
+    "aten.randint.low", "aten.randint_like.default", "aten.randint_like.low_dtype", "aten.random.from", "aten.random.to",
 )  # fmt: skip
 def _random(op: Op) -> Line:
-    dims = " ".join(names(op.out.shape, "n", "^")) or ("?" if op.inputs else "")
-    left = ", ".join([dims] * len(op.inputs))
-    right = ", ".join([dims.replace("?", "")] * len(op.outputs))
-    return Line(f"{left} -> {right}", kind="random")
+    dims = names(op.out.shape, "n", "^")
+    return write([aligned(t.shape, op.out.shape, dims) for t in op.inputs], [dims] * len(op.outputs), kind="random")
 
 
 @rule("aten.native_dropout_backward.default")
 def _dropout_backward(op: Op) -> Line:
-    dims = " ".join(names(op.out.shape, "n")) or "?"
-    return Line(f"{dims}, {dims} -> {dims.replace('?', '')}", linear="0")
+    dims = names(op.out.shape, "n")
+    return write([dims, dims], [dims], linear="0")

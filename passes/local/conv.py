@@ -33,9 +33,7 @@ def _convolution_backward(
     dilation: list[int], transposed: bool, output_padding: list[int], groups: int, mask: list[bool],
 ) -> Any:  # fmt: skip
     sizes = None if bias_sizes is None else [grad.shape[1]]
-    return operator(ctx.op.target)(
-        grad, x, w, sizes, stride, padding, dilation, transposed, output_padding, _groups(ctx, groups), mask
-    )
+    return operator(ctx.op.target)(grad, x, w, sizes, stride, padding, dilation, transposed, output_padding, _groups(ctx, groups), mask)
 
 
 @local(*(f"aten.{name}_backward.default" for name in RESAMPLINGS))

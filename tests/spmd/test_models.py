@@ -25,7 +25,7 @@ MESHES = [{"dp": 4}, {"dp": 2, "tp": 2}, {"a": 2, "b": 2, "tp": 2}]
 LAYOUTS = ["ddp", "fsdp", "tp", "fsdp+tp"]
 HEAVY = ("matmul", "attention", "conv", "norm", "embedding", "loss")
 # Hugging Face casts to float32 inside these models (norms, softmax, loss), so float64 parameters do not give float64 gradients.
-FLOAT64 = ("bert", "vit", "convnet")
+FLOAT64 = ("bert", "bert-attention", "vit", "convnet")
 
 
 @functools.cache

@@ -34,7 +34,9 @@ def _labels(n: int, classes: int, ignored: str) -> torch.Tensor:
 def _nll(ignored: str, weighted: bool = False, reduction: str = "mean", ignore_index: int = IGNORED) -> list[Recorded]:
     y = _labels(24, 12, ignored)
     w = torch.arange(12, dtype=torch.float64) / 7 if weighted else None
-    return record(TARGETS, F.nll_loss, f(24, 12).log_softmax(1).detach().requires_grad_(), y, w, reduction=reduction, ignore_index=ignore_index)
+    return record(
+        TARGETS, F.nll_loss, f(24, 12).log_softmax(1).detach().requires_grad_(), y, w, reduction=reduction, ignore_index=ignore_index
+    )
 
 
 def _nll2d(ignored: str, weighted: bool = False, reduction: str = "mean") -> list[Recorded]:
