@@ -26,7 +26,7 @@ from autopar.errors import AutoparError
 from autopar.owned import Box, Owned, owned_by
 
 aten = torch.ops.aten
-CHUNK_ELEMENTS = 1 << 16  # temporaries of a chunk stay in a core's cache
+CHUNK_ELEMENTS = 1 << 13  # temporaries of a chunk stay in a core's cache
 CUT_AT_ELEMENTS = 1 << 16  # a computed value larger than this is cut as soon as it is seen
 DRAWS = {aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float}
 FILLS = {aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default}

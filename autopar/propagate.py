@@ -195,7 +195,9 @@ class _Propagator:
             i for i, t in enumerate(op.inputs)
             if not self.undecided(t.name, axis) and all(p.at(axis) == "sum" for p in self.versions(t.name))
         )  # fmt: skip
-        if summed and summed in rule.linear and not rule.is_heavy:
+        # Through views, casts and sums of Partials. Where a Partial meets another tensor it is reduced: passed through a product it
+        # would be reduced later once for every product it enters.
+        if summed and summed in rule.linear and len(summed) == len(op.inputs):
             yield summed
         seen: set[tuple[str, int]] = set()
         owners = self.param_letters(op, rule)

@@ -153,8 +153,6 @@ SAMPLERS: dict[str, Sampler] = {
     "aten.randint.low": lambda d, low, high, size: d.randint(low, high),
     "aten.randint_like.default": lambda d, x, high: d.randint(0, high),
     "aten.randint_like.low_dtype": lambda d, x, low, high: d.randint(low, high),
-    "aten.random.from": lambda d, x, low, high: d.randint(low, high),
-    "aten.random.to": lambda d, x, high: d.randint(0, high),
 }
 _NOT_OF_THE_DRAW = ("dtype", "layout", "device", "pin_memory", "memory_format", "generator")
 
@@ -173,8 +171,6 @@ _IN_PLACE = {
     "aten.geometric_.default": "aten.geometric.default",
     "aten.bernoulli_.float": "aten.bernoulli.p",
     "aten.bernoulli_.Tensor": "aten.bernoulli.Tensor",
-    "aten.random_.from": "aten.random.from",
-    "aten.random_.to": "aten.random.to",
 }
 
 

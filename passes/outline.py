@@ -1,16 +1,13 @@
-"""Repeated layers, found without module names, so that Inductor lowers each distinct one once.
+"""Repeated layers become calls of one shared subgraph, so that Inductor lowers each distinct one once.
 
-Every node is hashed by what it is (target, constants, shapes, strides, dtypes of result and operands). A run in which the
-hash sequence equals itself shifted by p is a tandem repeat of period p: a stack of layers. The run is cut into
-copies where the fewest values cross, the copies are compared wire by wire, and those that are equal become calls of one shared
-subgraph. What remains is left in place. Then everything is retraced through the late decompositions, each distinct body once.
+The copies of a repeat (see `repeats`) are compared wire by wire; those that are equal become calls of one body, the others
+are left in place. Everything is retraced through the late decompositions, each distinct body once.
 
 Counters. Random ops differ between layers in one integer, the op's number, added to a key. Where copies differ in an integer that is added
-to an int64 tensor, the integer becomes a 0-d operand of the body. Integer arithmetic, so still bitwise.
+to an int64 tensor, the integer becomes a 0-d operand of the body. It is integer arithmetic, so still bitwise.
 
 Storage. A body returns every storage it makes once, as the tensor that made it, and nothing of what it was given; views of either are
 made again outside, by the ops that made them inside. Otherwise the outer graph could reuse memory that is still read.
-For the same reason no collective is in flight where a run is cut: Inductor keeps a collective's input only for a wait in the same body.
 
 Requires: aten graph with recorded values. Bitwise.
 """
@@ -19,29 +16,15 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx
 
 from autopar import _torch
-
-MIN_PERIOD = 12  # nodes; shorter repeats are not layers
-
-
-@dataclass(frozen=True)
-class Repeat:
-    """Nodes [start, start + period x count) of the call sequence are `count` copies of one body."""
-
-    start: int
-    period: int
-    count: int
-
-    def copies(self, calls: list[fx.Node]) -> list[list[fx.Node]]:
-        return [calls[self.start + k * self.period : self.start + (k + 1) * self.period] for k in range(self.count)]
+from autopar.passes.repeats import Cuts, Repeat, adds_integer, call_hash, find_repeats, text, value_text
 
 
 @dataclass(frozen=True)
@@ -57,8 +40,8 @@ def outline(gm: fx.GraphModule, fake_mode: Any) -> Outlined:
     """`gm` decomposed for Inductor, with repeated stretches as calls of shared subgraphs."""
     gm = _getitems_first(gm)
     calls = _calls(gm)
-    cuts = _Cuts(calls)
-    repeats = [c for r in find_repeats([_hash(n) for n in calls]) if (c := cuts.best(r)) is not None]
+    cuts = Cuts(calls)
+    repeats = [c for r in find_repeats([call_hash(n) for n in calls]) if (c := cuts.best(r)) is not None]
     calls, repeats = _counters_as_operands(gm, calls, repeats, fake_mode)
     return _Rebuilder(gm, calls, repeats, fake_mode).run()
 
@@ -84,120 +67,15 @@ def _getitems_first(gm: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(gm, graph)
 
 
-# ---- finding -----------------------------------------------------------------------------------------------------
-
-
-def _text(x: Any, node: Callable[[fx.Node], str]) -> str:
-    if isinstance(x, fx.Node):
-        return node(x)
-    if isinstance(x, (list, tuple)):
-        return "(" + ",".join(_text(y, node) for y in x) + ")"
-    if isinstance(x, dict):
-        return "{" + ",".join(f"{k}:{_text(v, node)}" for k, v in x.items()) + "}"
-    return repr(x)
-
-
-def _hash(n: fx.Node) -> str:
-    args = (n.args[0], "counter") if _adds_integer(n) else n.args
-    return hashlib.sha256(f"{n.target}{_text(args, _value)}{_text(n.kwargs, _value)}{_value(n)}".encode()).hexdigest()
-
-
-def _value(n: fx.Node) -> str:
-    def one(v: Any) -> str:
-        return f"{tuple(v.shape)}{v.stride()}{v.dtype}{v.device}" if isinstance(v, torch.Tensor) else repr(v)
-
-    val = n.meta.get("val")
-    return "|".join(map(one, val)) if isinstance(val, (list, tuple)) else one(val)
-
-
-def find_repeats(hashes: Sequence[str]) -> list[Repeat]:
-    """Disjoint tandem repeats, in order; each covers the most nodes in its stretch."""
-    ids: dict[str, int] = {}
-    sequence = np.array([ids.setdefault(h, len(ids)) for h in hashes])
-    return list(_search(sequence, 0, len(sequence)))
-
-
-def _search(sequence: Any, lo: int, hi: int) -> Iterator[Repeat]:
-    best: Repeat | None = None
-    a = sequence[lo:hi]
-    for period in range(MIN_PERIOD, (hi - lo) // 2 + 1):
-        equal = np.concatenate(([False], a[:-period] == a[period:], [False]))
-        edges = np.flatnonzero(equal[1:] != equal[:-1])
-        if not len(edges):
-            continue
-        starts, ends = edges[::2], edges[1::2]
-        i = int(np.argmax(ends - starts))
-        run = int(ends[i] - starts[i])
-        saved = run // period * period
-        if saved and (best is None or saved > best.period * (best.count - 1)):
-            best = Repeat(lo + int(starts[i]), period, run // period + 1)
-    if best is None:
-        return
-    yield from _search(sequence, lo, best.start)
-    yield best
-    yield from _search(sequence, best.start + best.period * best.count, hi)
-
-
-# ---- cutting -----------------------------------------------------------------------------------------------------
-
-
-class _Cuts:
-    """Where a run may be cut, and what crosses there. Cut c lies before call c."""
-
-    def __init__(self, calls: list[fx.Node]) -> None:
-        position = {n: i for i, n in enumerate(calls)}
-        self.last = np.array([max((position.get(u, len(calls)) for u in n.users), default=i) for i, n in enumerate(calls)])
-        closed = np.zeros(len(calls) + 2, dtype=np.int64)
-        for i, n in enumerate(calls):
-            if isinstance(n.meta["val"], (list, tuple)) or _in_flight(n):
-                closed[i + 1] += 1
-                closed[self.last[i] + 1] -= 1
-        self.closed = np.cumsum(closed) > 0
-
-    def crossing(self, cut: int, period: int) -> int:
-        """Values that the next copy reads of the last two; what lives longer (saved for backward) crosses every cut anyway."""
-        last = self.last[max(0, cut - 2 * period) : cut]
-        return int(np.count_nonzero((last >= cut) & (last < cut + period)))
-
-    def best(self, r: Repeat) -> Repeat | None:
-        """`r` shifted within its run to the cut that the fewest values cross; None where it cannot be cut."""
-        end = r.start + r.period * r.count
-        found: list[tuple[int, int]] = []
-        for start in range(r.start, min(r.start + r.period, end - 2 * r.period + 1)):
-            if not self.closed[start : end + 1 : r.period].any():
-                found.append((self.crossing(start + r.period, r.period), start))
-        if not found:
-            return None
-        start = min(found)[1]
-        return Repeat(start, r.period, (end - start) // r.period)
-
-
-def _in_flight(n: fx.Node) -> bool:
-    """A collective's result before its wait."""
-    return "_c10d_functional" in str(n.target) and "wait_tensor" not in str(n.target)
-
-
 # ---- counters ----------------------------------------------------------------------------------------------------
 
 
-def _adds_integer(n: fx.Node) -> bool:
-    return (
-        n.target is torch.ops.aten.add.Tensor
-        and isinstance(n.args[0], fx.Node)
-        and type(n.args[1]) is int
-        and not n.kwargs
-        and n.args[0].meta["val"].dtype == torch.int64
-    )
-
-
-def _counters_as_operands(
-    gm: fx.GraphModule, calls: list[fx.Node], repeats: list[Repeat], mode: Any
-) -> tuple[list[fx.Node], list[Repeat]]:
+def _counters_as_operands(gm: fx.GraphModule, calls: list[fx.Node], repeats: list[Repeat], mode: Any) -> tuple[list[fx.Node], list[Repeat]]:
     """Integers in which the copies of a repeat differ, as 0-d tensors made before it."""
     firsts = [calls[r.start] for r in repeats]
     for r, first in zip(repeats, firsts, strict=True):
         for column in zip(*r.copies(calls), strict=True):
-            if not _adds_integer(column[0]) or len({n.args[1] for n in column}) == 1:
+            if not adds_integer(column[0]) or len({n.args[1] for n in column}) == 1:
                 continue
             for n in column:
                 like = n.args[0].meta["val"]
@@ -255,8 +133,8 @@ class _Rebuilder:
             wanted = _wanted(copies)
             texts = [self.wiring(c, lambda n: n) for c in copies]
             times = Counter(texts)
-            for nodes, text in zip(copies, texts, strict=True):
-                if times[text] == 1:
+            for nodes, wires in zip(copies, texts, strict=True):
+                if times[wires] == 1:
                     pending += nodes
                     continue
                 self.inline(pending)
@@ -323,8 +201,8 @@ class _Rebuilder:
         """The text of a segment: every node with operands by position, and the layout of what comes in, recorded at `real(input)`."""
         inputs, _ = _interface(nodes)
         names = {n: f"i{k}" for k, n in enumerate(inputs)} | {n: f"n{k}" for k, n in enumerate(nodes)}
-        lines = [f"{n.target}{_text(n.args, names.__getitem__)}{_text(n.kwargs, names.__getitem__)}" for n in nodes]
-        return "\n".join([_value(real(n)) for n in inputs] + lines)
+        lines = [f"{n.target}{text(n.args, names.__getitem__)}{text(n.kwargs, names.__getitem__)}" for n in nodes]
+        return "\n".join([value_text(real(n)) for n in inputs] + lines)
 
     def segment(self, nodes: list[fx.Node], wanted: tuple[int, ...]) -> None:
         """A call of the body that equals `nodes`."""
@@ -406,12 +284,6 @@ def _body(key: str, traced: fx.GraphModule, wanted: tuple[int, ...]) -> _Body:
     for m in results:
         visit(m)
     views.output(tuple(env[m] for m in results))
-    # A graph's placeholders come first; a view may have been copied before a later root.
-    first = next(iter(views.nodes))
-    for p in [n for n in views.nodes if n.op == "placeholder"]:
-        if p is not first:
-            first.append(p)
-            first = p
     traced.graph.output_node().args = (tuple(kept),)
     _torch.drop_dead_code(traced)
     traced.recompile()

@@ -13,7 +13,7 @@ from autopar.rules.letters import aligned, names, write
     "aten.randn_like.default", "aten.normal_functional.default", "aten.normal.Tensor_Tensor", "aten.normal.Tensor_float",
     "aten.normal.float_Tensor", "aten.normal.float_float", "aten.log_normal.default", "aten.exponential.default", "aten.cauchy.default",
     "aten.geometric.default", "aten.bernoulli.default", "aten.bernoulli.Tensor", "aten.bernoulli.p", "aten.randint.default",
-    "aten.randint.low", "aten.randint_like.default", "aten.randint_like.low_dtype", "aten.random.from", "aten.random.to",
+    "aten.randint.low", "aten.randint_like.default", "aten.randint_like.low_dtype",
 )  # fmt: skip
 def _random(op: Op) -> Line:
     dims = names(op.out.shape, "n", "^")

@@ -70,13 +70,13 @@ for _mode, _dims in (
 ):  # fmt: skip
     for _d in _dims:
         _corners = {} if "nearest" in _mode else {"align_corners": False}
-        CASES[f"{_mode}{_d}"] = _plain(F.interpolate, (4, 6) + (3, 4, 5)[:_d], scale_factor=2, mode=_mode, **_corners)
-        CASES[f"{_mode}{_d}, size"] = _plain(F.interpolate, (4, 6) + (3, 4, 5)[:_d], _Shape([7, 2, 4][:_d]), mode=_mode, **_corners)
+        CASES[f"{_mode}{_d}"] = _plain(F.interpolate, (4, 6, *(3, 4, 5)[:_d]), scale_factor=2, mode=_mode, **_corners)
+        CASES[f"{_mode}{_d}, size"] = _plain(F.interpolate, (4, 6, *(3, 4, 5)[:_d]), _Shape([7, 2, 4][:_d]), mode=_mode, **_corners)
 for _mode in ("bilinear", "bicubic"):
     CASES[f"{_mode}, antialias"] = _plain(F.interpolate, (4, 6, 8, 8), _Shape([3, 4]), mode=_mode, align_corners=False, antialias=True)
 for _mode in ("reflect", "replicate"):
     for _d in (1, 2, 3):
-        CASES[f"{_mode}{_d}"] = _plain(F.pad, (4, 6) + (4, 5, 6)[:_d], _Shape([1, 2] * _d), mode=_mode)
+        CASES[f"{_mode}{_d}"] = _plain(F.pad, (4, 6, *(4, 5, 6)[:_d]), _Shape([1, 2] * _d), mode=_mode)
 
 
 @pytest.mark.parametrize("name", CASES)

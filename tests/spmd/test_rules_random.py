@@ -14,7 +14,7 @@ from autopar.mesh import Mesh
 from autopar.passes import local
 from autopar.random import SAMPLERS, EagerRandom
 
-X, P = f(12, 6, 24).detach(), torch.rand(12, 6, 24, dtype=torch.float64)
+X, P = f(12, 24).detach(), torch.rand(12, 24, dtype=torch.float64)
 SHAPE = [24, 12]
 FLOAT = {"dtype": torch.float64}
 SAMPLES: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
@@ -35,15 +35,13 @@ SAMPLES: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "aten.geometric.default": [((X, 0.3), {})],
     "aten.bernoulli.default": [((P,), {})],
     "aten.bernoulli.Tensor": [((X, P), {})],
-    "aten.bernoulli.p": [((X, 0.3), {}), ((X.bool(),), {})],
+    "aten.bernoulli.p": [((X, 0.3), {}), ((X.bool(), 0.5), {})],
     "aten.randint.default": [((1000, SHAPE), {"dtype": torch.int64})],
     "aten.randint.low": [((-5, 1000, SHAPE), {"dtype": torch.int32})],
     "aten.randint_like.default": [((X, 1000), {})],
     "aten.randint_like.low_dtype": [((X, -5, 1000), {})],
-    "aten.random.from": [((X, -5, 1000), {})],
-    "aten.random.to": [((X, 1000), {})],
 }
-MESHES = tuple(Mesh.of({"a": n}) for n in (2, 3, 4, 8)) + (Mesh.of({"a": 2, "b": 3}),)
+MESHES = tuple(Mesh.of(sizes) for sizes in ({"a": 2}, {"a": 3}, {"a": 4}, {"a": 8}, {"a": 2, "b": 3}))
 
 
 def _op(target: str) -> Any:
