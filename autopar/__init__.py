@@ -3,6 +3,7 @@
 model = autopar.compile(model, mesh)
 """
 
+from autopar import checkpoint
 from autopar.api import compile
 from autopar.build import Precision
 from autopar.errors import AutoparError
@@ -10,4 +11,4 @@ from autopar.layout import Layout
 from autopar.plan import Plan
 from autopar.runtime import ParallelModule
 
-__all__ = ["AutoparError", "Layout", "ParallelModule", "Plan", "Precision", "compile"]
+__all__ = ["AutoparError", "Layout", "ParallelModule", "Plan", "Precision", "checkpoint", "compile"]

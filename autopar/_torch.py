@@ -12,7 +12,6 @@ import torch
 import torch.utils._python_dispatch
 import torch.utils._pytree
 from torch import fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 pytree = torch.utils._pytree
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
@@ -280,6 +279,19 @@ def compile_inner(gm: fx.GraphModule, mode: Any, is_backward: bool) -> tuple[Any
     return fn, strides
 
 
+def boxed(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """`gm`'s generated code as a function of a list that it empties: called with plain arguments, the caller would keep all of them alive."""
+
+    class Boxed(fx.graph.CodeGen):
+        def gen_fn_def(self, free_vars: list[str], *_: Any, **__: Any) -> str:
+            names = [v.split(":")[0].split("=")[0].strip() for v in free_vars if v != "self"]
+            return f"def forward(self, flat):\n    [{', '.join(names)}] = flat\n    flat.clear()"
+
+    gm.graph.set_codegen(Boxed())
+    gm.recompile()
+    return gm.forward
+
+
 def inductor_cache_counts() -> dict[str, int]:
     """Hits, misses and bypasses of Inductor's graph cache so far in this process."""
     from torch._dynamo.utils import counters
@@ -352,3 +364,8 @@ def restricted_reader(folder: Any) -> Any:
             return metadata
 
     return Reader(str(folder))
+
+
+def draws_random(n: fx.Node) -> bool:
+    """Whether a node draws from torch's random generator."""
+    return isinstance(n.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in n.target.tags

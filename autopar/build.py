@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Placement as DPlacement
@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement as DPlacement
 from autopar import _torch
 from autopar.capture import Call, capture
 from autopar.describe import describe
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, CaptureError
 from autopar.graph import Tensor
 from autopar.groups import Groups
 from autopar.init import distribute, materialize
@@ -24,6 +24,7 @@ from autopar.lower import CompileOnce
 from autopar.placement import Placement
 from autopar.plan import ParamChoice, Plan
 from autopar.propagate import propagate
+from autopar.rules import targets
 from autopar.shards import dtensor_placements
 from autopar.step import Settings, Step
 from autopar.storage import param_choice
@@ -64,6 +65,17 @@ class Config:
     grad_accumulation: int
     backend: str
     outputs: str
+
+
+def refuse_unknown_random(gm: fx.GraphModule) -> None:
+    """A random op without a rule would draw from torch's own generator: ranks would silently differ."""
+    for n in gm.graph.nodes:
+        if _torch.draws_random(n) and str(n.target) not in targets():
+            raise CaptureError(
+                f"{n.target} draws random numbers, and autopar has no counter-based form of it",
+                where=(n.meta.get("stack_trace") or "").strip().splitlines()[-1] if n.meta.get("stack_trace") else n.name,
+                fix="draw the numbers outside the model and pass them in, or use rand, randn, randint, bernoulli or dropout",
+            )
 
 
 class Builder:
@@ -136,6 +148,7 @@ class Builder:
             cast=config.precision.param, autocast=autocast,
         )  # fmt: skip
         graph = describe(captured)
+        refuse_unknown_random(captured.gm)
         params = dict(self.model.named_parameters(remove_duplicate=False))
         trainable = frozenset(n for n in graph.params if params[n].requires_grad)
         fixed = self.plan.params if self.plan else {}

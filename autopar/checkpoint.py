@@ -81,7 +81,9 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
         _make_state(model, optimizer, wanted, folder)
         tensors.update({n: t for n, t in _optimizer_tensors(model, optimizer).items() if n in wanted})
     try:
-        dcp.load(dict(tensors), checkpoint_id=str(folder), storage_reader=_torch.restricted_reader(folder), no_dist=not dist.is_initialized())
+        dcp.load(
+            dict(tensors), checkpoint_id=str(folder), storage_reader=_torch.restricted_reader(folder), no_dist=not dist.is_initialized()
+        )
     except (Exception, CheckpointException) as e:  # DCP's own is no Exception
         raise CheckpointError(
             f"the checkpoint is damaged: {type(e).__name__}: {str(e)[:400]}", where=str(folder), fix="load an earlier checkpoint"
@@ -153,7 +155,9 @@ def _make_state(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any], f
         _, key, name = full.split(".", 2)
         p = params.get(name)
         if p is None or id(p) not in ours:
-            raise CheckpointError(f"the checkpoint holds optimizer state of {name!r}, which this optimizer does not train", where=str(folder))
+            raise CheckpointError(
+                f"the checkpoint holds optimizer state of {name!r}, which this optimizer does not train", where=str(folder)
+            )
         kind = getattr(torch, dtype)
         if list(p.shape) == shape:
             optimizer.state[p][key] = torch.zeros_like(p, dtype=kind)
@@ -182,7 +186,9 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError("there is no checkpoint", where=str(folder), fix="check the path; every rank must see the same folder")
     if not file.is_file():
         raise CheckpointError(
-            "the checkpoint is incomplete: its manifest, which is written last, is missing", where=str(file), fix="load an earlier checkpoint"
+            "the checkpoint is incomplete: its manifest, which is written last, is missing",
+            where=str(file),
+            fix="load an earlier checkpoint",
         )
     try:
         manifest = json.loads(file.read_text())
@@ -202,5 +208,3 @@ def _rank() -> int:
 def _barrier() -> None:
     if dist.is_initialized():
         dist.barrier()
-
-

@@ -1,14 +1,17 @@
 """One rank of a node compiles; the others wait for it and then find everything in Inductor's cache on disk.
 
 Graphs have the same text on every rank, so they have the same cache key. Without the wait, ranks that start together all miss
-and all compile.
+and all compile. Nobody waits for a rank that failed, or that gives no sign of life: while it compiles, the first rank counts up a
+heartbeat in the store.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from datetime import timedelta
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -17,7 +20,9 @@ from autopar import _torch
 from autopar.errors import AutoparError
 
 T = TypeVar("T")
-TIMEOUT = timedelta(minutes=30)
+BEAT_S = 5.0
+# Compiling holds the interpreter's lock for seconds at a time, and its processes may starve each other of cores.
+SILENCE_S = 300.0
 
 
 class CompileOnce:
@@ -39,20 +44,53 @@ class CompileOnce:
         self.count += 1
         store: Any = _torch.default_store()
         if first:
-            try:
-                result = work()
-            except BaseException as e:
-                store.set(key, f"{type(e).__name__}: {e}"[:1000])
-                raise
-            store.set(key, "")
+            with _beating(store, f"{key}.alive"):
+                try:
+                    result = work()
+                except BaseException as e:
+                    store.set(key, f"{type(e).__name__}: {e}"[:1000])
+                    raise
+                store.set(key, "")
             return result
-        store.wait([key], TIMEOUT)
-        problem = store.get(key).decode()
+        problem = _wait(store, key)
         if problem:
             raise AutoparError(
                 f"compiling failed on the first rank of this node: {problem}", fix='see its traceback, or use backend="aot_eager"'
             )
         return work()
+
+
+def _wait(store: Any, key: str) -> str:
+    """What the first rank reports: "" when it is done, or what went wrong."""
+    beats, heard = -1, time.monotonic()
+    try:
+        while not store.check([key]):
+            now = store.add(f"{key}.alive", 0)
+            if now != beats:
+                beats, heard = now, time.monotonic()
+            elif time.monotonic() - heard > SILENCE_S:
+                return f"it has given no sign of life for {SILENCE_S:.0f} s"
+            time.sleep(0.1)
+        return store.get(key).decode()
+    except dist.DistError as e:
+        return f"the process group's store cannot be reached ({e})"
+
+
+@contextmanager
+def _beating(store: Any, key: str) -> Iterator[None]:
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(BEAT_S):
+            store.add(key, 1)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _node() -> tuple[int, bool]:

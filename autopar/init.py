@@ -134,15 +134,25 @@ def _initialise_hf(path: str, module: nn.Module, model: Any, run: Callable[[str,
     run(path, module, lambda: model._initialize_weights(module))
 
 
+def _untie(model: Any) -> None:
+    """transformers ties after it initialises, so that the source's rule counts: until then the tied parameters are apart."""
+    for name in model.get_expanded_tied_weights_keys(all_submodels=False):
+        parent, _, attr = name.rpartition(".")
+        owner = model.get_submodule(parent)
+        t = owner._parameters.get(attr)
+        if t is not None and t.is_meta:
+            setattr(owner, attr, nn.Parameter(torch.empty_like(t), t.requires_grad))
+
+
 @torch.no_grad()
 def materialize(module: nn.Module, mesh: DeviceMesh, placements: Placements, seed: int, device: torch.device) -> None:
     """Meta parameters become DTensors with initialised shards, meta buffers are rebuilt; what is real is distributed as it is.
 
     The mesh's first rank's `seed` counts. Raises AutoparError for a parameter or buffer that nothing initialises.
     """
-    for m in module.modules():
-        if _is_hf(m):
-            m.tie_weights()  # moving a model to meta unties its parameters
+    tying = [m for m in module.modules() if hasattr(type(m), "tie_weights") and _is_hf(m)]  # not what only wraps such a model
+    for m in tying:
+        _untie(m)
     seed = int(_of_first_rank(torch.tensor([seed % 2**63], device=device), mesh))
     every = owned_by(module)
     real = [o.tensor for o in every if not o.tensor.is_meta]
@@ -165,6 +175,13 @@ def materialize(module: nn.Module, mesh: DeviceMesh, placements: Placements, see
     recorder = Recorder(targets, real, seed, cut)
     with torch.random.fork_rng(devices=[]), _initialisers_run_on_meta():
         _initialise("", module, recorder.run, False, set())
+        for m in tying:
+            m.tie_weights()
+        known, targets = {id(t.owned.tensor): t for t in targets}, []
+        for o in owned_by(module):
+            if o.tensor.is_meta:
+                targets.append(known.get(id(o.tensor)) or recorder.adopt(o))
+                targets[-1].owned.owners = o.owners
         lost = [t for t in targets if not t.is_initialised]
         if lost:
             raise _nobody_initialises(lost)

@@ -26,7 +26,9 @@ from autopar.errors import AutoparError
 from autopar.owned import Box, Owned, owned_by
 
 aten = torch.ops.aten
-CHUNK_ELEMENTS = 1 << 13  # temporaries of a chunk stay in a core's cache
+# On a CPU a chunk's temporaries stay in a core's cache and below the size from which malloc's heap breaks into pieces between shards: with four
+# times as many elements the resident memory peaks at 1.2 to 1.4 times the shards, with these at 1.05. Elsewhere launches cost more than memory.
+CPU_CHUNK_ELEMENTS, CHUNK_ELEMENTS = 1 << 14, 1 << 22
 CUT_AT_ELEMENTS = 1 << 16  # a computed value larger than this is cut as soon as it is seen
 DRAWS = {aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float}
 FILLS = {aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default}
@@ -166,14 +168,18 @@ class Recorder(_torch.TorchDispatchMode):
         self.seed, self.cut = seed, cut
         self.records: list[Record] = []
         self.recording, self.scope = True, ""
+        self.touched: set[int] = set()  # storages written while not recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         written, given = _written(func, args, kwargs), _tensors(args, kwargs)
         if any(_torch.storage_of(t) in self.real for t in written):
             return written[0]
+        if not self.recording:
+            self.touched.update(_torch.storage_of(t) for t in written)
+            return func(*args, **kwargs)
         is_meta = any(t.is_meta for t in given) or str(kwargs.get("device")) == "meta"
-        if not is_meta or not self.recording:
+        if not is_meta:
             return func(*args, **kwargs)
         if any(not t.is_meta for t in written):
             raise NotImplementedError(f"{func} writes a meta tensor's values into a real one")
@@ -203,7 +209,7 @@ class Recorder(_torch.TorchDispatchMode):
                 box = _box(view, base)
                 if box is None and whole and view.is_contiguous() and base.is_contiguous() and not any(t.dim() for t in others):
                     box = tuple((0, n, 1) for n in base.shape)
-            if func is aten.copy_.default and box is not None and whole and args[1].numel() > CUT_AT_ELEMENTS:
+            if func is aten.copy_.default and box is not None and whole and others and others[0].numel() > CUT_AT_ELEMENTS:
                 args = (args[0], self.cut(target.owned, args[1].expand(view.shape).to(base.dtype).reshape(base.shape)))
         # The program may change a tensor after it was read.
         args, kwargs = _map_tensors(lambda t: t if isinstance(t, Local) or t.is_meta else t.clone(), (args, kwargs))
@@ -241,7 +247,6 @@ class Recorder(_torch.TorchDispatchMode):
                 t.writes, t.covered, t.draws = writes, covered, draws
         mine = [self.targets[_torch.storage_of(o.tensor)] for o in owned_by(module) if o.tensor.is_meta]
         real = {t.owned.name: self.whole(t) for t in mine}
-        version = {n: v._version for n, v in real.items()}
         for t in mine:
             v = real[t.owned.name]
             t.owned.set(nn.Parameter(v, t.owned.tensor.requires_grad) if t.owned.is_param else v)
@@ -252,12 +257,21 @@ class Recorder(_torch.TorchDispatchMode):
                 initialise()
         finally:
             self.recording = True
-            for t in mine:
-                t.owned.set(t.owned.tensor)
         for t in mine:
-            if real[t.owned.name]._version != version[t.owned.name]:
-                local = self.cut(t.owned, real[t.owned.name])
-                self.record(aten.copy_.default, (t.owned.tensor, local), {}, [t.owned.tensor], [])
+            owner, attr = t.owned.owners[0]
+            value = getattr(owner, attr).detach()
+            t.owned.set(t.owned.tensor)
+            storage = _torch.storage_of(value)
+            if storage in self.touched or storage != _torch.storage_of(real[t.owned.name]):  # written in place, or another tensor
+                self.record(aten.copy_.default, (t.owned.tensor, self.cut(t.owned, value)), {}, [t.owned.tensor], [])
+        self.touched.clear()
+
+    def adopt(self, owned: Owned) -> Target:
+        """A meta tensor that an initialiser put in the place of another one."""
+        storage = _torch.storage_of(owned.tensor)
+        made = any(storage in r.writes for r in self.records)
+        self.targets[storage] = Target(owned, writes=None, covered={"made": owned.tensor.numel()} if made else {})
+        return self.targets[storage]
 
     # ---- computing -----------------------------------------------------------------------------------------------
 
@@ -269,6 +283,7 @@ class Recorder(_torch.TorchDispatchMode):
                 chosen.append(r)
                 needed |= r.reads
         values: dict[int, torch.Tensor] = {}
+        roots: dict[int, torch.Tensor] = {}  # the first value in every storage
 
         def value(t: Any) -> Any:
             if isinstance(t, Local):
@@ -276,17 +291,16 @@ class Recorder(_torch.TorchDispatchMode):
             if not t.is_meta:
                 return t
             if id(t) not in values:
-                owner = self.targets.get(_torch.storage_of(t))
-                if owner is None:
-                    raise AutoparError(
-                        f"an initialiser reads a meta tensor that is neither parameter nor buffer, for {target.owned.name!r}",
-                        fix="register it as a buffer, or build that module on a real device",
-                    )
-                base = owner.owned.tensor
-                if t is base:
-                    values[id(t)] = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype)
-                else:
-                    values[id(t)] = value(base).as_strided(t.size(), t.stride(), t.storage_offset())
+                storage = _torch.storage_of(t)
+                if storage not in roots:
+                    if storage not in self.targets:
+                        raise AutoparError(
+                            f"an initialiser reads a meta tensor that is neither parameter nor buffer, for {target.owned.name!r}",
+                            fix="register it as a buffer, or build that module on a real device",
+                        )
+                    base = self.targets[storage].owned.tensor
+                    roots[storage] = torch.empty_strided(base.size(), base.stride(), dtype=base.dtype)
+                values[id(t)] = roots[storage].as_strided(t.size(), t.stride(), t.storage_offset())
             return values[id(t)]
 
         for r in reversed(chosen):
@@ -295,14 +309,14 @@ class Recorder(_torch.TorchDispatchMode):
                 kwargs["device"] = torch.device("cpu")
             if r.func in DRAWS:
                 x = args[0]
-                index = torch.arange(x.untyped_torch.storage_of().nbytes() // x.element_size()).as_strided(
-                    x.size(), x.stride(), x.storage_offset()
-                )
+                index = torch.arange(x.untyped_storage().nbytes() // x.element_size()).as_strided(x.size(), x.stride(), x.storage_offset())
                 out = x.copy_(_draw(r.func, args, kwargs, r.key, index, x.dtype))
             else:
                 torch.default_generator.manual_seed(r.key)
                 out = r.func(*args, **kwargs)
-            values.update((id(k), v) for k, v in zip(r.outs, _tensors(out), strict=True))
+            for k, v in zip(r.outs, _tensors(out), strict=True):
+                values[id(k)] = v
+                roots.setdefault(_torch.storage_of(k), v)
         return value(target.owned.tensor)
 
 
@@ -349,8 +363,9 @@ def compute(target: Target, box: Box, device: torch.device) -> torch.Tensor:
     flat, row = out.view(-1), math.prod(out.shape[1:])
     dtype = torch.float32 if base.dtype in (torch.float16, torch.bfloat16) else base.dtype
     consecutive = all(n == size for (_, n, _), size in zip(box[1:], base.shape[1:], strict=True))
-    for a in range(0, flat.numel(), CHUNK_ELEMENTS):
-        b = min(a + CHUNK_ELEMENTS, flat.numel())
+    chunk = CPU_CHUNK_ELEMENTS if device.type == "cpu" else CHUNK_ELEMENTS
+    for a in range(0, flat.numel(), chunk):
+        b = min(a + chunk, flat.numel())
         index = torch.arange(a, b, device=device)
         if consecutive:
             index += box[0][0] * base.stride(0) if box else 0

@@ -1,6 +1,6 @@
 """Lowering: a partitioned graph -> a callable over a flat list of tensors.
 
-    aot_eager   the graph's own generated code
+    aot_eager   the graph's own generated code, which frees every value, saved ones too, after its last use
     inductor    repeated layers outlined, late decomposition (retracing with Inductor's table under the same fake mode), then Inductor
 
 Only here do aten's composite ops fall apart: everything before works on the high-level graph. Backward is lowered on the strides that
@@ -69,14 +69,20 @@ def lower(
         "layers": outlined.layers,
         **{k: after[k] - before[k] for k in after},
     }
-    return Lowered(lambda flat: list(fn(flat)), strides, stats)
+    return Lowered(_without_grad(fn), strides, stats)
 
 
 def _eager(gm: fx.GraphModule) -> FlatFn:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    for n in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        n.target = torch.ops.aten.reshape.default  # a real operand may have other strides than the fake one
+    return _without_grad(_torch.boxed(fx.GraphModule(gm, graph)))
+
+
+def _without_grad(fn: Callable[[list[Any]], Any]) -> FlatFn:
     def run(flat: list[Any]) -> list[Any]:
-        args = list(flat)
-        flat.clear()
         with torch.no_grad():
-            return list(gm(*args))
+            return list(fn(flat))
 
     return run

@@ -104,13 +104,13 @@ class Plan:
         lines.append(f"  {'parameter':<{width}}  {'count':>5}  {'elements':>12}  {'stored':<24}  computed with")
         for (kind, storage, compute), (count, numel) in rows.items():
             lines.append(f"  {kind:<{width}}  {count:>5}  {numel:>12,}  {storage:<24}  {compute}")
-        uses: dict[tuple[str, str, str], list[float]] = {}
+        uses: dict[tuple[str, str, str], tuple[int, float]] = {}
         for c in self.collectives:
-            use = uses.setdefault((c.direction, c.kind, "x".join(c.axes)), [0, 0.0])
-            use[0] += 1
-            use[1] += c.wire_bytes
-        for (direction, kind, axes), (count, total) in sorted(uses.items()):
-            lines.append(f"  {direction:<8} {kind:<15} over {axes:<12} {int(count):>5} x, {total / 1e6:,.2f} MB sent a rank")
+            key = (c.direction, c.kind, " x ".join(_merge(list(c.axes))))
+            count, total = uses.get(key, (0, 0.0))
+            uses[key] = (count + 1, total + c.wire_bytes)
+        for (direction, kind, names), (count, total) in sorted(uses.items()):
+            lines.append(f"  {direction:<8} {kind:<15} over {names:<12} {count:>5} x, {total / 1e6:,.2f} MB sent a rank")
         lines.append(f"  blocking collectives: {sum(c.kind != 'slice' for c in self.collectives)}")
         lines.append(f"  fallbacks (ops without a rule, replicated): {self.fallbacks or 'none'}")
         if self.repeated:

@@ -8,6 +8,7 @@ optimizer built earlier keeps working.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,6 +31,10 @@ from autopar.step import Step
 
 class ParallelModule(nn.Module):
     """A model that trains on a mesh as it would on one device. Made by `autopar.compile`."""
+
+    # Hugging Face's Trainer and accelerate: this is a distributed model already, and it does not take their loss arguments.
+    _is_accelerate_prepared = True
+    accepts_loss_kwargs = False
 
     def __init__(self, model: nn.Module, device_mesh: DeviceMesh, config: Config) -> None:
         super().__init__()
@@ -93,6 +98,8 @@ class ParallelModule(nn.Module):
                 values[role] = self._builder.coordinate(role.name)
             elif role.kind == "seed":
                 values[role] = self._counters()
+        for a in self._builder.mesh.axes:
+            values.setdefault(Role("coordinate", a.name), self._builder.coordinate(a.name))
         for i, (t, p) in enumerate(zip(call.tensors, step.plan.inputs, strict=True)):
             role = Role("input", "", i)
             if role in step.dtypes:
@@ -175,6 +182,15 @@ class ParallelModule(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["_wrapped"].state_dict(*args, **kwargs)
 
+    def save_pretrained(self, folder: str | os.PathLike[str], max_shard_size: int = 5 * 1000**3) -> None:
+        """Config and weights in Hugging Face layout. Collective: every rank calls it, rank 0 writes."""
+        from autopar.safetensors_io import save_safetensors
+
+        save_safetensors(self, folder, max_shard_size)
+        config = getattr(self.__dict__["_wrapped"], "config", None)
+        if config is not None and self._builder.groups.rank == 0:
+            config.save_pretrained(folder)
+
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["_wrapped"].load_state_dict(state_dict, *args, **kwargs)
 
@@ -218,7 +234,10 @@ class _Run:
         outputs: list[torch.Tensor | None] = []
         for role, t in results:
             if role.kind == "buffer_update" and t is not None:
-                buffers[role.name].copy_(t)
+                b = buffers[role.name]
+                # Backward reads the value that forward saw.
+                self.saved = [s.clone() if s.data_ptr() == b.data_ptr() else s for s in self.saved]
+                b.copy_(t)
             elif role.kind == "output":
                 outputs.append(self.wrap(t, role.index))
         return tuple(outputs)
@@ -237,7 +256,7 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: _Run, n_params: int, *tensors: torch.Tensor) -> Any:
         outputs = run.forward()
-        keep = {r: v for r, v in run.values.items() if r in run.step.base.backward_inputs}
+        keep = {r: v for r, v in run.values.items() if r in run.step.base.backward_inputs or r.kind == "coordinate"}
         ctx.roles = list(keep)
         ctx.n_saved = len(run.saved)
         ctx.save_for_backward(*run.saved, *keep.values())
@@ -252,6 +271,7 @@ class _Apply(torch.autograd.Function):
         run: _Run = ctx.run
         step, module = run.step, run.module
         tensors = list(ctx.saved_tensors)
+        ctx.maybe_clear_saved_tensors()  # so that each can be freed at its last use
         saved, values = tensors[: ctx.n_saved], dict(zip(ctx.roles, tensors[ctx.n_saved :], strict=True))
         del tensors
         for role in step.base.backward_inputs:

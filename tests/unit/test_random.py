@@ -27,6 +27,7 @@ def _seed(seed: int = 0, step: int = 0) -> torch.Tensor:
 def _is_uniform(words: torch.Tensor) -> None:
     """Chi-square over 256 classes of the high and of the low byte: within 6 sigma of its 255 degrees of freedom."""
     assert words.dtype == torch.int64 and int(words.min()) >= 0 and int(words.max()) < 1 << 32
+    words = words.flatten()
     for byte in (words >> 24, words & 255):
         counts = torch.bincount(byte, minlength=256).double()
         expected = words.numel() / 256
@@ -53,13 +54,11 @@ def test_uniform_and_independent_of_neighbours(seed: int) -> None:
 
 
 def test_steps_and_ops_do_not_collide() -> None:
-    """As (step, op) runs, the words of one element repeat as rarely as random ones."""
-    words = [bits(torch.stack([torch.tensor(3), torch.tensor(step)]), op, torch.tensor([7])) for step in range(128) for op in range(64)]
-    _is_uniform(torch.cat(words))
-    assert torch.cat(words).unique().numel() >= len(words) - 3
-    # Two elements together never: each op call has its own sequence.
-    pairs = torch.stack([bits(_seed(3, step), op, torch.arange(2)) for step in range(128) for op in range(64)])
+    """As (step, op) runs, the words of one element repeat as rarely as random ones; those of two elements together, never."""
+    pairs = torch.stack([bits(_seed(3, step), op, torch.arange(2)) for step in range(64) for op in range(32)])
+    assert pairs[:, 0].unique().numel() >= len(pairs) - 2
     assert pairs.unique(dim=0).shape[0] == len(pairs)
+    _is_uniform(pairs)
 
 
 def test_indices_beyond_32_bits() -> None:
@@ -262,7 +261,7 @@ def test_eager_draws_what_a_captured_step_draws(name: str) -> None:
     torch.testing.assert_close(outputs[0], loss.detach(), rtol=2e-6, atol=1e-6)
     torch.testing.assert_close(gradients[0], gradient, rtol=2e-6, atol=1e-6)
     with EagerRandom(9, 5):
-        assert "no dropout" in name or not torch.equal(model(x), loss)
+        assert name in ("no dropout", "dropout of all") or not torch.equal(model(x), loss)
 
 
 def test_nothing_in_a_module_escapes() -> None:
