@@ -328,37 +328,44 @@ def replaced_attention(fn: Callable[..., Any]) -> Iterator[None]:
 # ---- checkpoints ---------------------------------------------------------------------------------------------------
 
 
+# Exact names: `torch.distributed.checkpoint.metadata` as a whole would let an index say `metadata.os.system`. BytesStorageMetadata is left out:
+# DCP reads tensors with `weights_only`, but entries of that kind by unpickling.
+_INDEX_NAMES = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath"},
+}  # fmt: skip
+
+
 def restricted_reader(folder: Any) -> Any:
-    """A DCP reader whose index may hold only DCP's plain record types: opening it runs nothing that the file says."""
+    """A DCP reader whose index may hold only tensors' records in DCP's plain types: opening it, and reading what it lists, runs nothing
+    that the files say."""
     import io
     import pickle
 
     from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.metadata import StorageMeta
-
-    allowed = {
-        "torch.distributed.checkpoint.metadata": None,
-        "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix", "StorageMeta"},
-        "torch": {"Size", "device"},
-        "torch.serialization": {"_get_layout"},
-        "pathlib": {"PosixPath", "PurePosixPath", "Path"},
-        "collections": {"OrderedDict"},
-    }
+    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
-            names = allowed.get(module, set())
             dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-            if (module in allowed and (names is None or name in names)) or dtype:
+            if name in _INDEX_NAMES.get(module, ()) or dtype:
                 return super().find_class(module, name)
             raise pickle.UnpicklingError(f"the checkpoint's index names {module}.{name}, which is no record of a checkpoint")
 
     class Reader(FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            path = self._get_metadata_path(kwargs.get("rank")) if hasattr(self, "_get_metadata_path") else self.path / ".metadata"
-            with self.fs.create_stream(path, "rb") as f:
+            with self.fs.create_stream(self.path / ".metadata", "rb") as f:
                 metadata = Unpickler(io.BytesIO(f.read())).load()
-            if getattr(metadata, "storage_meta", None) is None:
+            if not isinstance(metadata, Metadata):
+                raise pickle.UnpicklingError("the checkpoint's index is none")
+            if any("/" in info.relative_path or "\\" in info.relative_path for info in metadata.storage_data.values()):
+                raise pickle.UnpicklingError("the checkpoint's index names a file outside its folder")
+            if metadata.storage_meta is None:
                 metadata.storage_meta = StorageMeta()
             metadata.storage_meta.load_id = self.load_id
             return metadata

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -103,8 +104,8 @@ class Builder:
             choice = param_choice(Tensor(name, tuple(shape), "float32"), Placement.of(tuple(shape)), layout, self.mesh, True)
             return dtensor_placements(choice.storage, self.mesh)
 
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        if any(t.is_meta for t in tensors):
+        # No list of them: it would keep every whole parameter alive while they are cut one by one.
+        if any(t.is_meta for t in itertools.chain(self.model.parameters(), self.model.buffers())):
             materialize(self.model, self.device_mesh, placements, torch.initial_seed(), self.device)
         else:
             distribute(self.model, self.device_mesh, placements)

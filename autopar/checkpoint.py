@@ -2,24 +2,30 @@
 
     save(path, model, optimizer, step=..., extra=...)         load(path, model, optimizer) -> {"step", "extra"}
 
-Every rank writes its shards; a checkpoint saved on one mesh loads on another or on one process, the tensors equal byte for byte. The manifest
-names every tensor with shape and dtype and is written last: a folder without one is an unfinished checkpoint, and a
-checkpoint of another model is refused by name before any tensor is touched. Nothing executable is read: DCP's own index is a pickle, and it is
-opened with an unpickler that knows only DCP's plain record types.
+Every rank writes its shards; a checkpoint saved on one mesh loads on another or on one process, the tensors equal byte for byte. The
+manifest is written last: a folder without one is an unfinished checkpoint. It names every tensor with shape and dtype, and every file with its
+length and CRC-32, so that a checkpoint of another model and a damaged one are refused, by name, before any tensor is touched.
+To check the sums, all files are read once more than loading needs, each by one rank.
+
+Nothing executable is read: DCP's own index is a pickle, and it is opened with an unpickler that knows only DCP's plain record types. The
+sums find accidents, not forgeries: whoever can write the folder can write other weights.
+
+What fails on one rank raises CheckpointError on all of them, so that none waits for one that has given up.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import zlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from autopar import _torch
@@ -27,6 +33,11 @@ from autopar.errors import CheckpointError
 
 FORMAT = 1
 MANIFEST = "autopar.json"
+INDEX = ".metadata"  # DCP's
+READ_BYTES = 1 << 24
+EARLIER = "load an earlier checkpoint"
+
+T = TypeVar("T")
 
 
 def save(
@@ -34,68 +45,85 @@ def save(
 ) -> None:
     """Writes parameters, buffers, optimizer state, random counters, `step` and `extra` (anything JSON can hold, e.g. a scheduler's
     state_dict) into the folder `path`. Collective: every rank calls it.
-
-    Raises CheckpointError if `extra` is not JSON.
     """
     folder = Path(path)
     tensors = _model_tensors(model)
-    groups: list[dict[str, Any]] = []
     if optimizer is not None:
         tensors.update(_optimizer_tensors(model, optimizer))
-        groups = _groups(model, optimizer)
-    try:
-        rest = json.dumps({"step": step, "extra": extra, "groups": groups})
-    except TypeError as e:
-        raise CheckpointError(f"extra cannot be written as JSON: {e}", fix="pass numbers, strings, lists and dicts only") from e
-    manifest = {
-        "format": FORMAT,
-        "tensors": {n: [list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in tensors.items()},
-        "rng": model.rng_state() if hasattr(model, "rng_state") else None,
-        **json.loads(rest),
-    }
-    if _rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / MANIFEST).unlink(missing_ok=True)
-    _barrier()
-    dcp.save(dict(tensors), checkpoint_id=str(folder), no_dist=not dist.is_initialized())
-    _barrier()
-    if _rank() == 0:
-        temporary = folder / (MANIFEST + ".tmp")
-        temporary.write_text(json.dumps(manifest))
-        temporary.replace(folder / MANIFEST)
-    _barrier()
+
+    def begin() -> dict[str, Any]:
+        manifest = {
+            "format": FORMAT,
+            "step": step,
+            "extra": extra,
+            "rng": model.rng_state() if hasattr(model, "rng_state") else None,
+            "optimizer": None if optimizer is None else type(optimizer).__name__,
+            "groups": [] if optimizer is None else _groups(model, optimizer),
+            "numbers": {} if optimizer is None else _optimizer_numbers(model, optimizer),
+            "tensors": {n: _kind(t) for n, t in tensors.items()},
+        }
+        try:
+            manifest = json.loads(json.dumps(manifest))
+        except TypeError as e:
+            raise CheckpointError(f"extra cannot be written as JSON: {e}", fix="pass numbers, strings, lists and dicts only") from e
+        if _rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / MANIFEST).unlink(missing_ok=True)
+        return manifest
+
+    def write() -> None:
+        dcp.save(dict(tensors), checkpoint_id=str(folder), no_dist=not dist.is_initialized())
+
+    def finish() -> None:
+        manifest["files"] = {n: s for found in sums for n, s in found.items()}
+        if _rank() == 0:
+            temporary = folder / (MANIFEST + ".tmp")
+            temporary.write_text(json.dumps(manifest))
+            temporary.replace(folder / MANIFEST)
+
+    manifest = _together(begin, folder)
+    _together(write, folder)
+    sums = _gather(_together(lambda: {n: _sum(folder / n) for n in _my_part(sorted(_read_index(folder)))}, folder))
+    _together(finish, folder)
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
     """Fills `model` (and `optimizer`) in place from the folder `path`; returns {"step", "extra"}. Collective.
 
-    Raises CheckpointError, on every rank, for a checkpoint of another model (with the names), an incomplete or a damaged one.
+    Raises CheckpointError for a checkpoint of another model (with the names), an incomplete or a damaged one (with the tensors it damages).
     """
     folder = Path(path)
-    manifest = _read_manifest(folder)
-    saved: dict[str, Any] = manifest["tensors"]
-    tensors = _model_tensors(model)
-    _compare({n: v for n, v in saved.items() if n.startswith("model.")}, tensors, folder)
-    if optimizer is not None:
-        wanted = {n: v for n, v in saved.items() if n.startswith("optimizer.")}
-        _make_state(model, optimizer, wanted, folder)
-        tensors.update({n: t for n, t in _optimizer_tensors(model, optimizer).items() if n in wanted})
-    try:
-        dcp.load(
-            dict(tensors), checkpoint_id=str(folder), storage_reader=_torch.restricted_reader(folder), no_dist=not dist.is_initialized()
-        )
-    except (Exception, CheckpointException) as e:  # DCP's own is no Exception
-        raise CheckpointError(
-            f"the checkpoint is damaged: {type(e).__name__}: {str(e)[:400]}", where=str(folder), fix="load an earlier checkpoint"
-        ) from e
-    if optimizer is not None:
-        _load_groups(model, optimizer, manifest["groups"], folder)
-    if manifest.get("rng") and hasattr(model, "load_rng_state"):
-        model.load_rng_state(manifest["rng"])
-    return {"step": manifest.get("step"), "extra": manifest.get("extra")}
+
+    def check() -> dict[str, Any]:
+        manifest = _read_manifest(folder)
+        saved = manifest["tensors"]
+        _compare({n: v for n, v in saved.items() if n.startswith("model.")}, _model_tensors(model), folder)
+        if optimizer is not None:
+            _compare_optimizer(model, optimizer, manifest, folder)
+        _check_files(folder, manifest)
+        return manifest
+
+    def read() -> None:
+        tensors = _model_tensors(model)
+        if optimizer is not None:
+            _make_state(model, optimizer, manifest)
+            tensors.update(_optimizer_tensors(model, optimizer))
+        dcp.load(tensors, checkpoint_id=str(folder), storage_reader=_torch.restricted_reader(folder), no_dist=not dist.is_initialized())
+        if optimizer is not None:
+            _load_groups(optimizer, manifest["groups"])
+        if manifest["rng"] and hasattr(model, "load_rng_state"):
+            model.load_rng_state(manifest["rng"])
+
+    manifest = _together(check, folder)
+    _together(read, folder)
+    return {"step": manifest["step"], "extra": manifest["extra"]}
 
 
 # ---- what is in it -----------------------------------------------------------------------------------------------
+
+
+def _kind(t: torch.Tensor) -> list[Any]:
+    return [list(t.shape), str(t.dtype).removeprefix("torch.")]
 
 
 def _model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -113,14 +141,23 @@ def _names(model: nn.Module) -> dict[int, str]:
     return {id(p): n for n, p in model.named_parameters()}
 
 
-def _optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """What the optimizer keeps of our parameters, as "key.parameter"; no key has a dot."""
     names = _names(model)
-    out = {}
-    for p, state in optimizer.state.items():
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and id(p) in names:
-                out[f"optimizer.{key}.{names[id(p)]}"] = value
-    return out
+    return {f"{key}.{names[id(p)]}": v for p, state in optimizer.state.items() if id(p) in names for key, v in state.items()}
+
+
+def _optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    return {f"optimizer.{n}": v for n, v in _state(model, optimizer).items() if isinstance(v, torch.Tensor)}
+
+
+def _optimizer_numbers(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The part of the state that is no tensor, such as a count of steps."""
+    numbers = {n: v for n, v in _state(model, optimizer).items() if not isinstance(v, torch.Tensor)}
+    for n, v in numbers.items():
+        if not isinstance(v, (int, float, str, type(None))):
+            raise CheckpointError(f"the optimizer's state {n!r} is a {type(v).__name__}; only tensors and numbers can be saved")
+    return numbers
 
 
 def _groups(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -128,45 +165,50 @@ def _groups(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
     names = _names(model)
     out = []
     for g in optimizer.param_groups:
-        options = {k: v for k, v in g.items() if k != "params" and isinstance(v, (int, float, str, bool, list, tuple, type(None)))}
+        options = {k: float(v) if isinstance(v, torch.Tensor) and v.numel() == 1 else v for k, v in g.items() if k != "params"}
+        options = {k: v for k, v in options.items() if isinstance(v, (int, float, str, bool, list, tuple, type(None)))}
         out.append({"params": [names.get(id(p), "") for p in g["params"]], **options})
     return out
 
 
-def _load_groups(model: nn.Module, optimizer: Optimizer, groups: list[dict[str, Any]], folder: Path) -> None:
-    names = _names(model)
-    mine = [[names.get(id(p), "") for p in g["params"]] for g in optimizer.param_groups]
-    if groups and mine != [g["params"] for g in groups]:
-        raise CheckpointError(
-            "the optimizer has other parameter groups than the saved one", where=str(folder), fix="build it as the saving program did"
-        )
-    for g, saved in zip(optimizer.param_groups, groups, strict=False):
+def _load_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    for g, saved in zip(optimizer.param_groups, groups, strict=True):
         for k, v in saved.items():
-            if k != "params" and k in g:
+            if k != "params" and isinstance(g.get(k), torch.Tensor):
+                g[k].fill_(v)
+            elif k != "params" and k in g:
                 g[k] = tuple(v) if isinstance(g[k], tuple) else v
 
 
-def _make_state(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any], folder: Path) -> None:
-    """Empty state tensors of the saved names, so that DCP has where to read to: like their parameter where they have its shape."""
+def _make_state(model: nn.Module, optimizer: Optimizer, manifest: dict[str, Any]) -> None:
+    """State of the saved names, for DCP to read into: like the parameter where it has its shape, else a plain tensor (a count of steps)."""
     params = dict(model.named_parameters())
-    ours = {id(p) for g in optimizer.param_groups for p in g["params"]}
+    saved = {tuple(n.split(".", 2)[1:]): kind for n, kind in manifest["tensors"].items() if n.startswith("optimizer.")}
+    scalars = {key for (key, name), (shape, _) in saved.items() if not shape and params[name].dim()}
+    group_of = {id(p): g for g in optimizer.param_groups for p in g["params"]}
     optimizer.state.clear()
-    for full, (shape, dtype) in saved.items():
-        _, key, name = full.split(".", 2)
-        p = params.get(name)
-        if p is None or id(p) not in ours:
-            raise CheckpointError(
-                f"the checkpoint holds optimizer state of {name!r}, which this optimizer does not train", where=str(folder)
-            )
-        kind = getattr(torch, dtype)
-        if list(p.shape) == shape:
-            optimizer.state[p][key] = torch.zeros_like(p, dtype=kind)
+    for (key, name), (shape, dtype) in saved.items():
+        p, kind = params[name], getattr(torch, dtype)
+        if list(p.shape) == shape and key not in scalars:
+            optimizer.state[p][key] = torch.zeros_like(p, dtype=kind, requires_grad=False)
         else:
-            optimizer.state[p][key] = torch.zeros(shape, dtype=kind)
+            on_device = any(group_of[id(p)].get(option) for option in ("capturable", "fused"))
+            optimizer.state[p][key] = torch.zeros(shape, dtype=kind, device=p.device if on_device else "cpu")
+    for n, v in manifest["numbers"].items():
+        key, name = n.split(".", 1)
+        optimizer.state[params[name]][key] = v
+
+
+# ---- is it ours, and whole? --------------------------------------------------------------------------------------
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{', '.join(names[:5])}{more}"
 
 
 def _compare(saved: dict[str, Any], tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    mine = {n: [list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in tensors.items()}
+    mine = {n: _kind(t) for n, t in tensors.items()}
     problems = []
     for what, names in (
         ("missing in the checkpoint", sorted(set(mine) - set(saved))),
@@ -174,10 +216,25 @@ def _compare(saved: dict[str, Any], tensors: dict[str, torch.Tensor], folder: Pa
         ("of another shape or dtype", [f"{n} ({saved[n]} saved, {mine[n]} here)" for n in mine if n in saved and saved[n] != mine[n]]),
     ):
         if names:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            problems.append(f"{what}: {', '.join(n.removeprefix('model.') for n in names[:5])}{more}")
+            problems.append(f"{what}: {_some([n.removeprefix('model.') for n in names])}")
     if problems:
         raise CheckpointError("the checkpoint is of another model; " + "; ".join(problems), where=str(folder))
+
+
+def _compare_optimizer(model: nn.Module, optimizer: Optimizer, manifest: dict[str, Any], folder: Path) -> None:
+    same = "build the optimizer as the saving program did, or load the model alone"
+    if manifest["optimizer"] is None:
+        raise CheckpointError("the checkpoint holds no optimizer", where=str(folder), fix="load the model alone")
+    if manifest["optimizer"] != type(optimizer).__name__:
+        raise CheckpointError(
+            f"the checkpoint holds the state of {manifest['optimizer']}, not of {type(optimizer).__name__}", where=str(folder), fix=same
+        )
+    saved, mine = ([g["params"] for g in groups] for groups in (manifest["groups"], _groups(model, optimizer)))
+    if saved != mine:
+        theirs, ours = ({n for g in groups for n in g} for groups in (saved, mine))
+        differ = sorted(theirs ^ ours)
+        what = f"; only one of them trains {_some(differ)}" if differ else ""
+        raise CheckpointError(f"the optimizer has other parameter groups than the saved one{what}", where=str(folder), fix=same)
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -185,26 +242,90 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise CheckpointError("there is no checkpoint", where=str(folder), fix="check the path; every rank must see the same folder")
     if not file.is_file():
-        raise CheckpointError(
-            "the checkpoint is incomplete: its manifest, which is written last, is missing",
-            where=str(file),
-            fix="load an earlier checkpoint",
-        )
+        raise CheckpointError("the checkpoint is incomplete: its manifest, which is written last, is missing", where=str(file), fix=EARLIER)
     try:
         manifest = json.loads(file.read_text())
-        assert isinstance(manifest, dict) and isinstance(manifest["tensors"], dict)
-        assert all(isinstance(s, list) and isinstance(d, str) for s, d in manifest["tensors"].values())
-    except (ValueError, KeyError, AssertionError, TypeError) as e:
-        raise CheckpointError("the checkpoint's manifest cannot be read", where=str(file), fix="load an earlier checkpoint") from e
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"the checkpoint has format {manifest.get('format')}, this autopar reads {FORMAT}", where=str(file))
+        found = manifest["format"]
+        if found == FORMAT:
+            names = {n.split(".", 2)[2] for n in manifest["tensors"] if n.startswith("optimizer.")}
+            names |= {n.split(".", 1)[1] for n in manifest["numbers"]}
+            assert names <= {n for g in manifest["groups"] for n in g["params"]}
+            assert all(isinstance(n, int) for kind in manifest["tensors"].values() for n in kind[0])
+            assert all(isinstance(getattr(torch, kind[1]), torch.dtype) for kind in manifest["tensors"].values())
+            assert INDEX in manifest["files"] and all(len(s) == 2 for s in manifest["files"].values())
+            assert {"step", "extra", "rng", "optimizer"} <= manifest.keys()
+    except (ValueError, KeyError, AssertionError, TypeError, AttributeError, IndexError) as e:
+        raise CheckpointError("the checkpoint's manifest cannot be read", where=str(file), fix=EARLIER) from e
+    if found != FORMAT:
+        raise CheckpointError(f"the checkpoint has format {found}, this autopar reads {FORMAT}", where=str(file))
     return manifest
+
+
+def _read_index(folder: Path) -> dict[str, set[str]]:
+    """File -> the tensors it holds (parts of), by DCP's index."""
+    out: dict[str, set[str]] = {INDEX: set()}
+    for where, info in _torch.restricted_reader(folder).read_metadata().storage_data.items():
+        out.setdefault(info.relative_path, set()).add(where.fqn)
+    return out
+
+
+def _sum(file: Path) -> list[int]:
+    """Length in bytes and CRC-32."""
+    n, crc = 0, 0
+    with file.open("rb") as f:
+        while block := f.read(READ_BYTES):
+            n, crc = n + len(block), zlib.crc32(block, crc)
+    return [n, crc]
+
+
+def _check_files(folder: Path, manifest: dict[str, Any]) -> None:
+    """Every rank checks the index, and its part of the files."""
+    index: dict[str, set[str]] = {INDEX: set()}
+    for name in [INDEX, *_my_part(sorted(set(manifest["files"]) - {INDEX}))]:
+        try:
+            is_whole = _sum(folder / name) == manifest["files"][name]
+        except OSError:
+            is_whole = False
+        if name == INDEX and is_whole:
+            index = _read_index(folder)
+            if set(index) != set(manifest["files"]):
+                raise CheckpointError("the checkpoint is damaged: its index and its manifest disagree", where=str(folder), fix=EARLIER)
+        if not is_whole:
+            names = [n.removeprefix("model.") for n in sorted(index.get(name, ()))]
+            holds = f", which holds {_some(names)}," if names else ""
+            raise CheckpointError(f"the checkpoint is damaged: {name}{holds} is not what was saved", where=str(folder), fix=EARLIER)
+
+
+# ---- ranks -------------------------------------------------------------------------------------------------------
 
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
+def _my_part(names: list[str]) -> list[str]:
+    return names[_rank() :: dist.get_world_size() if dist.is_initialized() else 1]
+
+
+def _gather(x: T) -> list[T]:
+    if not dist.is_initialized():
+        return [x]
+    out: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(out, x)
+    return out
+
+
+def _together(f: Callable[[], T], folder: Path) -> T:
+    """f(), on every rank; when it raises on one, all raise."""
+    try:
+        value, error = f(), None
+    except Exception as e:
+        error = e if isinstance(e, CheckpointError) else CheckpointError(f"{type(e).__name__}: {str(e)[:400]}", where=str(folder))
+        error.__cause__ = None if error is e else e
+    said = [e for e in _gather(error and (error.what, error.where, error.fix)) if e]
+    if error:
+        raise error
+    if said:
+        what, where, fix = said[0]
+        raise CheckpointError(what, where=where, fix=fix)
+    return value

@@ -207,5 +207,5 @@ def _nobody_initialises(lost: list[Target]) -> AutoparError:
     return AutoparError(
         f"{kind} {first.name!r} is on the meta device and nothing initialises it{more}",
         where=f"{owner.__module__}.{owner.__qualname__}",
-        fix=f"give {owner.__name__} a method {method}() that fills it in place, or build this module on a real device",
+        fix=f"give {owner.__name__} a method {method}() that fills it in place, or put a real tensor in its place: what is real keeps its value",
     )

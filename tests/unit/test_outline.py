@@ -98,6 +98,26 @@ def _tuples(a: torch.Tensor, w: torch.Tensor) -> Any:
     return (parts[0] + parts[1],)
 
 
+def _narrowest_at_a_tuple(a: torch.Tensor) -> Any:
+    """Two values are alive everywhere but where a tuple is whole; one part of it is read a layer later."""
+    x, y, before = a, a[0] * 2.0, a[:, :1]
+    for _ in range(5):
+        out, mean, rstd = torch.ops.aten.native_layer_norm(x, [8], y, None, 1e-5)
+        y = mean.mean() + a[0]
+        x = _layer(out + before, a)
+        before = rstd
+    return (x * y + before,)
+
+
+def _swapped(a: torch.Tensor) -> Any:
+    """The same ops on the same shapes in every layer, with operands the other way round in every second."""
+    x = a
+    for i in range(6):
+        x = _layer(x, a)
+        x = x - a if i % 2 else a - x
+    return (x,)
+
+
 def _counters(a: torch.Tensor, k: torch.Tensor) -> Any:
     """Layers that differ in an integer added to integers, as random ops do."""
     x = a
@@ -116,13 +136,18 @@ def _different_constants(a: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize(
     ("f", "layers", "distinct"),
-    [(_views_of_a_slice, 3, 1), (_views_of_a_result, 3, 1), (_tuples, 4, 1), (_counters, 4, 1), (_different_constants, 0, 0)],
-)
+    [
+        (_views_of_a_slice, 3, 1), (_views_of_a_result, 3, 1), (_tuples, 4, 1), (_narrowest_at_a_tuple, 4, 1), (_swapped, 5, 2),
+        (_counters, 4, 1), (_different_constants, 0, 0),
+    ],
+)  # fmt: skip
 def test_hard_graphs(f: Callable[..., Any], layers: int, distinct: int, monkeypatch: pytest.MonkeyPatch) -> None:
     g = torch.Generator().manual_seed(0)
     second = {_tuples: [torch.randn(8, 8, generator=g)], _counters: [torch.randint(0, 1 << 40, (8,), generator=g)]}
     inputs = [torch.randn(4, 8, generator=g), *second.get(f, [])]
     gm, mode = _trace(f, inputs)
+    for n in [n for n in gm.graph.nodes if _torch.is_getitem(n)]:
+        next(u for u in gm.graph.nodes if u in n.users).prepend(n)  # where a partitioner may put it
     out = outline(gm, mode)
     assert (out.layers >= layers, out.distinct) == (True, distinct), (out.layers, out.distinct)
     whole = _whole(gm, mode, monkeypatch)
