@@ -81,10 +81,10 @@ def save(
             temporary.write_text(json.dumps(manifest))
             temporary.replace(folder / MANIFEST)
 
-    manifest = _together(begin, folder)
-    _together(write, folder)
-    sums = _gather(_together(lambda: {n: _sum(folder / n) for n in _my_part(sorted(_read_index(folder)))}, folder))
-    _together(finish, folder)
+    manifest = together(begin, folder)
+    together(write, folder)
+    sums = _gather(together(lambda: {n: _sum(folder / n) for n in _my_part(sorted(_read_index(folder)))}, folder))
+    together(finish, folder)
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -114,8 +114,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
         if manifest["rng"] and hasattr(model, "load_rng_state"):
             model.load_rng_state(manifest["rng"])
 
-    manifest = _together(check, folder)
-    _together(read, folder)
+    manifest = together(check, folder)
+    together(read, folder)
     return {"step": manifest["step"], "extra": manifest["extra"]}
 
 
@@ -202,7 +202,7 @@ def _make_state(model: nn.Module, optimizer: Optimizer, manifest: dict[str, Any]
 # ---- is it ours, and whole? --------------------------------------------------------------------------------------
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return f"{', '.join(names[:5])}{more}"
 
@@ -216,7 +216,7 @@ def _compare(saved: dict[str, Any], tensors: dict[str, torch.Tensor], folder: Pa
         ("of another shape or dtype", [f"{n} ({saved[n]} saved, {mine[n]} here)" for n in mine if n in saved and saved[n] != mine[n]]),
     ):
         if names:
-            problems.append(f"{what}: {_some([n.removeprefix('model.') for n in names])}")
+            problems.append(f"{what}: {some([n.removeprefix('model.') for n in names])}")
     if problems:
         raise CheckpointError("the checkpoint is of another model; " + "; ".join(problems), where=str(folder))
 
@@ -233,7 +233,7 @@ def _compare_optimizer(model: nn.Module, optimizer: Optimizer, manifest: dict[st
     if saved != mine:
         theirs, ours = ({n for g in groups for n in g} for groups in (saved, mine))
         differ = sorted(theirs ^ ours)
-        what = f"; only one of them trains {_some(differ)}" if differ else ""
+        what = f"; only one of them trains {some(differ)}" if differ else ""
         raise CheckpointError(f"the optimizer has other parameter groups than the saved one{what}", where=str(folder), fix=same)
 
 
@@ -292,7 +292,7 @@ def _check_files(folder: Path, manifest: dict[str, Any]) -> None:
                 raise CheckpointError("the checkpoint is damaged: its index and its manifest disagree", where=str(folder), fix=EARLIER)
         if not is_whole:
             names = [n.removeprefix("model.") for n in sorted(index.get(name, ()))]
-            holds = f", which holds {_some(names)}," if names else ""
+            holds = f", which holds {some(names)}," if names else ""
             raise CheckpointError(f"the checkpoint is damaged: {name}{holds} is not what was saved", where=str(folder), fix=EARLIER)
 
 
@@ -315,7 +315,7 @@ def _gather(x: T) -> list[T]:
     return out
 
 
-def _together(f: Callable[[], T], folder: Path) -> T:
+def together(f: Callable[[], T], folder: Path) -> T:
     """f(), on every rank; when it raises on one, all raise."""
     try:
         value, error = f(), None

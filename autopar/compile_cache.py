@@ -1,8 +1,7 @@
 """One rank of a node compiles; the others wait for it and then find everything in Inductor's cache on disk.
 
 Graphs have the same text on every rank, so they have the same cache key. Without the wait, ranks that start together all miss
-and all compile. Nobody waits for a rank that failed, or that gives no sign of life: while it compiles, the first rank counts up a
-heartbeat in the store.
+and all compile. Nobody waits for ever: the first rank reports failures, and while it compiles it counts up a heartbeat in the store.
 """
 
 from __future__ import annotations
@@ -23,6 +22,8 @@ T = TypeVar("T")
 BEAT_S = 5.0
 # Compiling holds the interpreter's lock for seconds at a time, and its processes may starve each other of cores.
 SILENCE_S = 300.0
+# Before the first beat the rank may still be capturing and planning.
+LATE_S = 1800.0
 
 
 class CompileOnce:
@@ -68,8 +69,8 @@ def _wait(store: Any, key: str) -> str:
             now = store.add(f"{key}.alive", 0)
             if now != beats:
                 beats, heard = now, time.monotonic()
-            elif time.monotonic() - heard > SILENCE_S:
-                return f"it has given no sign of life for {SILENCE_S:.0f} s"
+            elif time.monotonic() - heard > (limit_s := SILENCE_S if beats else LATE_S):
+                return f"it has given no sign of life for {limit_s:.0f} s"
             time.sleep(0.1)
         return store.get(key).decode()
     except dist.DistError as e:
@@ -81,6 +82,7 @@ def _beating(store: Any, key: str) -> Iterator[None]:
     done = threading.Event()
 
     def beat() -> None:
+        store.add(key, 1)
         while not done.wait(BEAT_S):
             store.add(key, 1)
 

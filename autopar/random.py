@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from autopar._torch import TorchDispatchMode
 
@@ -78,8 +81,11 @@ def normal(seed: Tensor, op_index: int, index: Tensor, dtype: torch.dtype = torc
 
 
 def randint(seed: Tensor, op_index: int, index: Tensor, low: int, high: int) -> Tensor:
-    """Integers in [low, high), int64; high - low below 2^31."""
-    return low + ((bits(seed, op_index, index) * (high - low)) >> 32)
+    """Integers in [low, high), int64; high - low below 2^63."""
+    if high - low < 1 << 31:
+        return low + ((bits(seed, op_index, index) * (high - low)) >> 32)
+    word = (bits(seed, op_index, index) << 31) | (bits(seed, op_index, index, stream=1) >> 1)
+    return low + word % (high - low)
 
 
 def dropout(x: Tensor, p: float, seed: Tensor, op_index: int, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,6 +180,17 @@ _IN_PLACE = {
 }
 
 
+class _AttentionByFormulas(TorchFunctionMode):
+    """Attention with dropout is computed step by step, as it is captured: a GPU's fused kernels draw their numbers inside."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention and (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) > 0.0:
+            with sdpa_kernel(SDPBackend.MATH):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
 class EagerRandom(TorchDispatchMode):
     """In here, eager PyTorch on one device draws the very numbers that a captured step draws: the oracle of our tests.
 
@@ -185,6 +202,16 @@ class EagerRandom(TorchDispatchMode):
         super().__init__()
         self.seed = torch.tensor([seed, step])
         self.count = 0
+        self._attention = _AttentionByFormulas()
+
+    def __enter__(self) -> EagerRandom:
+        self._attention.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._attention.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

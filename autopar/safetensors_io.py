@@ -1,7 +1,9 @@
 """Hugging Face safetensors in and out.
 
-In: every rank opens the files and reads only the slices of its shards. Out: tensors are gathered one at a time, file by file; rank 0 writes. Names are
-the model's own; a tied parameter is stored once.
+In: every rank opens the files and reads only the slices of its shards. Out: tensors are gathered one at a time, file by file; rank 0 writes, and
+holds one file's worth. Names are the model's own; a tied parameter is stored once, under its first name. A checkpoint of the model inside
+(`wte.weight` for `transformer.wte.weight`, as on the Hub) loads too, if it names everything. transformers renames or fuses the
+tensors of some models when it loads them; that is not done here.
 """
 
 from __future__ import annotations
@@ -17,71 +19,82 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from autopar import _torch
+from autopar.checkpoint import some, together
 from autopar.errors import CheckpointError
+from autopar.owned import local_box
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+PARTS = "model-*-of-*.safetensors"
 
 
 def load_safetensors(model: nn.Module, path: str | os.PathLike[str]) -> int:
-    """Fills `model` from a .safetensors file or a folder in Hugging Face layout; returns the bytes this rank read.
+    """Fills `model` from a .safetensors file or a folder in Hugging Face layout, in the model's dtypes; returns the bytes this rank read.
 
-    Raises CheckpointError where names or shapes do not match, or a file cannot be read.
+    Raises CheckpointError, before any tensor is touched, where names or shapes do not match or a file is not whole.
     """
     where = _locations(Path(path))
-    names = _aliases(model)
-    known = {n for group in names.values() for n in group}
-    missing = [group[0] for group in names.values() if not any(n in where for n in group)]
-    unknown = [n for n in where if n not in known]
-    if missing or unknown:
-        parts = [f"missing: {', '.join(missing[:5])}"] if missing else []
-        parts += [f"unknown to the model: {', '.join(unknown[:5])}"] if unknown else []
-        raise CheckpointError(f"the checkpoint is of another model; {'; '.join(parts)}", where=str(path))
     tensors = model.state_dict(keep_vars=True)
+    stored = _match(model, where, Path(path))
+    by_file: dict[Path, dict[str, torch.Tensor]] = {}
+    for name, source in stored.items():
+        by_file.setdefault(where[source], {})[source] = tensors[name]
     read = 0
-    by_file: dict[Path, list[list[str]]] = {}
-    for group in names.values():
-        found = next(n for n in group if n in where)
-        by_file.setdefault(where[found], []).append([found, group[0]])
-    for file, wanted in by_file.items():
-        try:
-            with safe_open(file, framework="pt") as f:
-                for stored, name in wanted:
-                    read += _fill(tensors[name], f.get_slice(stored), stored, file)
-        except (SafetensorError, OSError) as e:
-            raise CheckpointError(f"the file cannot be read: {e}", where=str(file)) from e
+    for fill in (False, True):
+        for file, wanted in by_file.items():
+            try:
+                with safe_open(file, framework="pt") as f:
+                    for source, t in wanted.items():
+                        part = f.get_slice(source)
+                        if list(part.get_shape()) != list(t.shape):
+                            raise CheckpointError(
+                                f"{source} is {part.get_shape()} in the checkpoint, {list(t.shape)} in the model", where=str(file)
+                            )
+                        if fill:
+                            read += _fill(t, part)
+            except (SafetensorError, OSError) as e:
+                raise CheckpointError(f"the file cannot be read: {e}", where=str(file), fix="fetch it again") from e
     return read
 
 
 def save_safetensors(model: nn.Module, folder: str | os.PathLike[str], max_shard_size: int = 5 * 1000**3) -> None:
-    """Writes `model` in Hugging Face layout, files of at most `max_shard_size` bytes (a larger tensor gets its own). Collective."""
+    """Writes `model` in Hugging Face layout, files of at most `max_shard_size` bytes (a larger tensor gets its own), in the place of
+    any that are there. Collective."""
     out = Path(folder)
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    writes = not dist.is_initialized() or dist.get_rank() == 0
     tensors = model.state_dict(keep_vars=True)
-    kept = [group[0] for group in _aliases(model).values()]
-    files = list(_split([(n, tensors[n].numel() * tensors[n].element_size()) for n in kept], max_shard_size))
-    if rank == 0:
-        out.mkdir(parents=True, exist_ok=True)
-    index: dict[str, str] = {}
-    for i, names in enumerate(files):
-        file = SINGLE if len(files) == 1 else f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
-        whole: dict[str, torch.Tensor] = {}
+    size_bytes = {names[0]: tensors[names[0]].numel() * tensors[names[0]].element_size() for names in _aliases(model).values()}
+    files = list(_split(size_bytes, max_shard_size))
+    file_names = [SINGLE] if len(files) == 1 else [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+
+    def clear() -> None:
+        if writes:
+            out.mkdir(parents=True, exist_ok=True)
+            for old in [out / INDEX, out / SINGLE, *out.glob(PARTS)]:
+                old.unlink(missing_ok=True)
+
+    def write(file: str, whole: dict[str, torch.Tensor]) -> None:
+        if writes:
+            save_file(whole, out / file, metadata={"format": "pt"})
+
+    def index() -> None:
+        if writes and len(files) > 1:
+            names = {n: file for file, part in zip(file_names, files, strict=True) for n in part}
+            (out / INDEX).write_text(json.dumps({"metadata": {"total_size": sum(size_bytes.values())}, "weight_map": names}, indent=2))
+
+    together(clear, out)
+    for file, names in zip(file_names, files, strict=True):
+        whole = {}
         for n in names:
             t = tensors[n].detach()
             t = t.full_tensor() if isinstance(t, DTensor) else t
-            if rank == 0:
+            if writes:
                 whole[n] = t.cpu().contiguous()
-            index[n] = file
-        if rank == 0:
-            save_file(whole, out / file, metadata={"format": "pt"})
-    if rank == 0 and len(files) > 1:
-        total = sum(tensors[n].numel() * tensors[n].element_size() for n in kept)
-        (out / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2))
-    if dist.is_initialized():
-        dist.barrier()
+        together(lambda file=file, whole=whole: write(file, whole), out)
+    together(index, out)
 
 
 def _aliases(model: nn.Module) -> dict[int, list[str]]:
@@ -93,59 +106,60 @@ def _aliases(model: nn.Module) -> dict[int, list[str]]:
     return out
 
 
+def _match(model: nn.Module, where: dict[str, Path], path: Path) -> dict[str, str]:
+    """Our first name of every tensor -> the name it is stored under."""
+    prefix = getattr(model, "base_model_prefix", "") + "."
+    groups = list(_aliases(model).values())
+    known = {n for names in groups for n in names}
+    ours = {n: n if n in known or prefix + n not in known else prefix + n for n in where}  # stored name -> our name
+    stored = {n: s for s, n in ours.items()}
+    missing = [names[0] for names in groups if not any(n in stored for n in names)]
+    unknown = [s for s, n in ours.items() if n not in known]
+    if missing or unknown:
+        parts = [f"missing: {some(missing)}"] * bool(missing) + [f"unknown to the model: {some(unknown)}"] * bool(unknown)
+        raise CheckpointError(
+            f"the checkpoint is of another model; {'; '.join(parts)}",
+            where=str(path),
+            fix="if transformers stores this kind of model under names other than its modules' (ViT, Mixtral), convert it once, in one process: "
+            "save_safetensors(Model.from_pretrained(...), folder)",
+        )
+    return {names[0]: next(stored[n] for n in names if n in stored) for names in groups}
+
+
 def _locations(path: Path) -> dict[str, Path]:
     """Tensor name -> file."""
+    single, index = (path / SINGLE, path / INDEX) if path.is_dir() else (path, None)
     try:
-        if path.is_dir() and (path / INDEX).is_file():
-            return {n: path / str(f) for n, f in json.loads((path / INDEX).read_text())["weight_map"].items()}
-        file = path / SINGLE if path.is_dir() else path
-        if not file.is_file():
-            raise CheckpointError("there is no safetensors checkpoint", where=str(file), fix=f"expected {SINGLE} or {INDEX}")
-        with safe_open(file, framework="pt") as f:
-            return dict.fromkeys(f.keys(), file)
-    except (SafetensorError, ValueError, KeyError, AttributeError) as e:
-        if isinstance(e, CheckpointError):
-            raise
-        raise CheckpointError(f"the checkpoint cannot be read: {e}", where=str(path)) from e
+        if index is not None and index.is_file() and not single.is_file():
+            return {n: path / str(f) for n, f in json.loads(index.read_text())["weight_map"].items()}
+        if single.is_file():
+            with safe_open(single, framework="pt") as f:
+                return dict.fromkeys(f.keys(), single)
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise CheckpointError(f"the checkpoint cannot be read: {e}", where=str(path), fix="fetch it again") from e
+    raise CheckpointError("there is no safetensors checkpoint", where=str(single), fix=f"expected {SINGLE} or {INDEX}")
 
 
-def _fill(t: torch.Tensor, source: Any, name: str, file: Path) -> int:
-    if list(source.get_shape()) != list(t.shape):
-        raise CheckpointError(f"{name} is {source.get_shape()} in the checkpoint, {list(t.shape)} in the model", where=str(file))
-    with torch.no_grad():
-        if isinstance(t, DTensor):
-            local, slices = _torch.local_tensor(t), local_slices(t)
-            piece = source[slices] if slices else source[:]
-        else:
-            local, piece = t, source[:] if t.dim() else source[...]
-        if local.numel():
-            local.copy_(piece.reshape(local.shape))
+@torch.no_grad()
+def _fill(t: torch.Tensor, source: Any) -> int:
+    """Reads this rank's part of `source` into `t`; returns its bytes."""
+    local, box = t, tuple((0, n, 1) for n in t.shape)
+    if isinstance(t, DTensor):
+        local, box = _torch.local_tensor(t), local_box(t.shape, t.device_mesh, t.placements)
+    if not local.numel():
+        return 0
+    piece = source[tuple(slice(start, start + n) for start, n, _ in box)] if box else source[...]
+    local.copy_(piece.reshape(local.shape))
     return int(piece.numel() * piece.element_size())
 
 
-def local_slices(t: DTensor) -> tuple[slice, ...]:
-    """Where this rank's shard lies in the whole tensor: chunks of ceil(size / W), axis by axis."""
-    start, size = [0] * t.dim(), list(t.shape)
-    coordinate = t.device_mesh.get_coordinate()
-    assert coordinate is not None
-    for axis, p in enumerate(t.placements):
-        if isinstance(p, Shard):
-            width = t.device_mesh.size(axis)
-            chunk = -(-size[p.dim] // width)
-            begin = min(coordinate[axis] * chunk, size[p.dim])
-            start[p.dim] += begin
-            size[p.dim] = min(chunk, size[p.dim] - begin)
-    return tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
-
-
-def _split(sizes: list[tuple[str, int]], limit: int) -> Iterator[list[str]]:
+def _split(size_bytes: dict[str, int], limit_bytes: int) -> Iterator[list[str]]:
     names: list[str] = []
-    total = 0
-    for n, size in sizes:
-        if names and total + size > limit:
+    total_bytes = 0
+    for n, size in size_bytes.items():
+        if names and total_bytes + size > limit_bytes:
             yield names
-            names, total = [], 0
+            names, total_bytes = [], 0
         names.append(n)
-        total += size
-    if names:
-        yield names
+        total_bytes += size
+    yield names

@@ -59,6 +59,7 @@ def _elementwise(op: Op) -> Line:
     "aten.smooth_l1_loss_backward.default",
     "aten.huber_loss_backward.default",
     "aten.binary_cross_entropy_backward.default",
+    "aten.soft_margin_loss_backward.default",
 )
 def _elementwise_backward(op: Op) -> Line:
     shape = op.out.shape

@@ -1,8 +1,9 @@
-"""Normalisations. Layer norm splits its batch dims; batch norm splits all dims, its statistics reduced over all ranks.
+"""Normalisations. Layer norm splits its batch dims, group norm also its groups; batch norm all dims, its statistics reduced over all ranks.
 
 native_layer_norm             ... h!, h!, h! -> ... h!, ... 1, ... 1
 native_layer_norm_backward    dgamma and dbeta are sums over ...
 batch norm                    n:all c s:all, c ... -> n c s, c, c, c, c
+group norm                    n (g c!) s!, (g c!), (g c!) -> n (g c!) s!, n g, n g
 """
 
 from __future__ import annotations
@@ -98,16 +99,21 @@ def _batch_norm_backward(op: Op) -> Line:
 @rule("aten.native_group_norm.default")
 def _group_norm(op: Op) -> Line:
     x, weight, bias = op.args[:3]
-    dims = ["n", *names(x.shape[1:], "s", "!")]
-    c = [dims[1]]
+    dims, c, sizes = _groups(x, op.args[6], "n")
     left = _given((x, dims), (weight, c), (bias, c))
-    return Line(f"{', '.join(left)} -> {_outputs(op, [dims, ['n', 'g!'], ['n', 'g!']])}", kind="norm")
+    return Line(f"{', '.join(left)} -> {_outputs(op, [dims, ['n', 'g'], ['n', 'g']])}", kind="norm", sizes=sizes)
+
+
+def _groups(x: Tensor, groups: int, batch: str) -> tuple[list[str], list[str], dict[str, int]]:
+    """Letters of x [N, C, ...] and of one number a channel; channels are groups of `c`."""
+    channel = "(g c!)"
+    return [batch, channel, *names(x.shape[2:], "s", "!")], [channel], {"g": groups, "c": x.shape[1] // groups}
 
 
 @rule("aten.native_group_norm_backward.default")
 def _group_norm_backward(op: Op) -> Line:
     grad, x, mean, rstd, weight = op.args[:5]
-    dims = ["n+", *names(x.shape[1:], "s", "!")]
-    stats, c = ["n+", "g!"], [dims[1]]
+    dims, c, sizes = _groups(x, op.args[8], "n+")
+    stats = ["n+", "g"]
     left = _given((grad, dims), (x, dims), (mean, stats), (rstd, stats), (weight, c))
-    return Line(f"{', '.join(left)} -> {_outputs(op, [dims, c, c])}", linear="0", kind="norm")
+    return Line(f"{', '.join(left)} -> {_outputs(op, [dims, c, c])}", linear="0", kind="norm", sizes=sizes)

@@ -38,9 +38,10 @@ def _nll(
     everywhere = ctx.axes(*ctx.rule.factors)
     if reduction not in (MEAN, SUM):
         return ctx.reduce(losses, ctx.axes("c")), torch.zeros((), dtype=x.dtype)
-    # One collective for both sums.
-    total, count = ctx.reduce(torch.stack([losses.sum(), w.sum()]), everywhere).unbind()
-    return (total / count if reduction == MEAN else total), count.clone()
+    # One collective for both sums, in float32 at least: bfloat16 cannot count beyond 256.
+    wide = torch.promote_types(x.dtype, torch.float32)
+    total, count = ctx.reduce(torch.stack([losses.sum(dtype=wide), w.sum(dtype=wide)]), everywhere).unbind()
+    return (total / count if reduction == MEAN else total).to(x.dtype), count.to(x.dtype, copy=True)
 
 
 @local("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
@@ -81,7 +82,7 @@ _AT = {
     "aten.mse_loss.default": 2, "aten.smooth_l1_loss.default": 2, "aten.huber_loss.default": 2, "aten.soft_margin_loss.default": 2,
     "aten.binary_cross_entropy.default": 3, "aten.binary_cross_entropy_with_logits.default": 4,
     "aten.mse_loss_backward.default": 3, "aten.smooth_l1_loss_backward.default": 3, "aten.huber_loss_backward.default": 3,
-    "aten.binary_cross_entropy_backward.default": 4,
+    "aten.binary_cross_entropy_backward.default": 4, "aten.soft_margin_loss_backward.default": 3,
 }  # fmt: skip
 
 
@@ -94,6 +95,7 @@ def _reduction(ctx: Local, at: int) -> int:
     "aten.smooth_l1_loss_backward.default",
     "aten.huber_loss_backward.default",
     "aten.binary_cross_entropy_backward.default",
+    "aten.soft_margin_loss_backward.default",
 )
 def _elementwise_backward(ctx: Local, *args: Any, **kwargs: Any) -> torch.Tensor:
     out = operator(ctx.op.target)(*args, **kwargs)

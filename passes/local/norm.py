@@ -87,10 +87,15 @@ def _batch_norm_backward(
 
 
 @local("aten.native_group_norm.default")
-def _group_norm(ctx: Local, x: torch.Tensor, weight: Any, bias: Any, n: int, *rest: Any) -> Any:
-    return operator(ctx.op.target)(x, weight, bias, x.shape[0], *rest)
+def _group_norm(ctx: Local, x: torch.Tensor, weight: Any, bias: Any, n: int, c: int, pixels: int, groups: int, eps: float) -> Any:
+    n, groups = ctx.local_shape(1)
+    return operator(ctx.op.target)(x, weight, bias, n, x.shape[1], pixels, groups, eps)
 
 
 @local("aten.native_group_norm_backward.default")
-def _group_norm_backward(ctx: Local, grad: torch.Tensor, x: torch.Tensor, mean: Any, rstd: Any, weight: Any, n: int, *rest: Any) -> Any:
-    return operator(ctx.op.target)(grad.contiguous(), x, mean, rstd, weight, x.shape[0], *rest)
+def _group_norm_backward(
+    ctx: Local, grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, weight: Any, n: int, c: int, pixels: int,
+    groups: int, mask: list[bool],
+) -> Any:  # fmt: skip
+    n, groups = mean.shape
+    return operator(ctx.op.target)(grad.contiguous(), x, mean, rstd, weight, n, x.shape[1], pixels, groups, mask)

@@ -7,11 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from ops import call, check
+from ops import call, check, cut, run_ranks
 from recorded import Recorded, check_all, f, fails, ints, record, registered
 
 from autopar import rules
+from autopar.mesh import Mesh
 from autopar.passes import local
+from autopar.rules.strategy import placements
 
 TARGETS = registered(rules._RULES, "loss")
 IGNORED = -100
@@ -116,6 +118,21 @@ def test_the_class_dim_and_every_batch_dim_split() -> None:
 def test_all_ignored_is_nan_as_on_one_device() -> None:
     c = call("aten.nll_loss_forward.default", _nll("all")[0][1])
     assert c.outputs[0] is not None and c.outputs[0].isnan()
+
+
+@pytest.mark.parametrize("letter", ["n0", "c"])
+def test_a_bfloat16_mean_is_rounded_once(letter: str) -> None:
+    """On ranks it is the exact mean's nearest bfloat16: neither sum nor count is rounded before they are divided."""
+    mesh = Mesh.of({"a": 2})
+    for trial in range(8):
+        x, y = f(2048, 8).log_softmax(1).detach().bfloat16(), _labels(2048, 8, "every third" if trial % 2 else "some")
+        c = call("aten.nll_loss_forward.default", (x, y, None, 1, IGNORED))
+        rule = rules.lookup(c.op)
+        strategy = {"a": (letter, rule.factors[letter].size // 2)}
+        ins, outs = placements(rule, strategy, tuple(t.shape for t in c.op.inputs), ((), ()))
+        pieces = [cut(t, p, mesh, torch.Generator()) for t, p in zip(c.tensors, ins, strict=True)]
+        for loss, _ in run_ranks(c, rule, mesh, strategy, ins, outs, pieces):
+            assert loss is not None and torch.equal(loss, F.nll_loss(x.double(), y).bfloat16())
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "kl_div", "l1", "label_smoothing"])

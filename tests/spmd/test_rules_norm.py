@@ -112,6 +112,11 @@ def test_batch_norm_splits_all_its_dims() -> None:
         assert reports[0].letters == {"s0", "c", "s2", "s3"}
 
 
+def test_group_norm_splits_batch_and_groups() -> None:
+    for reports in check_all(CASES["group_norm"]()).values():
+        assert reports[0].letters == {"n", "g"}
+
+
 def test_bfloat16_statistics_are_float32() -> None:
     x, w = f(12, 12, 4).detach().bfloat16(), f(12).detach()
     args = (x, w.float(), w.float(), w.float(), w.float().abs(), True, 0.1, 1e-5)

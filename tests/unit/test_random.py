@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from autopar import _torch
 from autopar.capture_ops import captured_ops
@@ -122,6 +123,16 @@ def test_randint() -> None:
     counts = torch.bincount(k + 3, minlength=10)
     assert len(counts) == 10
     assert float((counts - N / 10).abs().max()) < 6 * math.sqrt(N / 10)
+
+
+@pytest.mark.parametrize("span", [(1 << 31) - 1, 1 << 31, 3 << 40, (1 << 63) - 1])
+def test_randint_of_wide_ranges(span: int) -> None:
+    """Sixteenths of the range are equally likely, and no number leaves it."""
+    k = randint(_seed(), 0, INDEX, -5, span - 5)
+    assert int(k.min()) >= -5 and int(k.max()) < span - 5
+    sixteenths = torch.bincount((k.double() + 5).div(span / 16).long().clamp(max=15), minlength=16)
+    assert float((sixteenths - N / 16).abs().max()) < 6 * math.sqrt(N / 16)
+    assert k.unique().numel() > N - 10  # chance gives N^2 / 2^32 equal pairs, or fewer
 
 
 def _draw(shape: tuple[int, ...] = (N,), dtype: torch.dtype = torch.float64) -> Draw:
@@ -277,3 +288,27 @@ def test_nothing_in_a_module_escapes() -> None:
 
     assert torch.equal(run(0, 0), run(1, 0))
     assert not torch.equal(run(0, 0), run(0, 1))
+
+
+class _FusedKernels(TorchFunctionMode):
+    """Whether attention may take a fused kernel, call by call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allowed: list[bool] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            enabled = (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled())
+            self.allowed.append(any((*enabled, torch.backends.cuda.cudnn_sdp_enabled())))
+        return func(*args, **(kwargs or {}))
+
+
+def test_attention_with_dropout_takes_no_fused_kernel() -> None:
+    """Those draw from torch's own generator, where no mode sees it."""
+    x = torch.randn(1, 2, 4, 8)
+    with _FusedKernels() as seen, EagerRandom(0, 0):
+        F.scaled_dot_product_attention(x, x, x)
+        F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
+        F.scaled_dot_product_attention(x, x, x, None, 0.1)
+    assert seen.allowed == [True, False, False]
