@@ -376,3 +376,13 @@ def restricted_reader(folder: Any) -> Any:
 def draws_random(n: fx.Node) -> bool:
     """Whether a node draws from torch's random generator."""
     return isinstance(n.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in n.target.tags
+
+
+def swap_parameter(p: torch.Tensor, new: torch.Tensor) -> None:
+    """`p` becomes `new` in place, and keeps its own hooks (a swap moves them away with the autograd state)."""
+    after, before = p._post_accumulate_grad_hooks, p._backward_hooks  # type: ignore[attr-defined]
+    torch.utils.swap_tensors(p, new)
+    if after:
+        p._post_accumulate_grad_hooks = after  # type: ignore[attr-defined]
+    if before:
+        p._backward_hooks = before

@@ -128,7 +128,7 @@ class Builder:
             p.grad = None
             with torch.no_grad():
                 moved = nn.Parameter(p.detach().redistribute(self.device_mesh, want), requires_grad=p.requires_grad)
-            torch.utils.swap_tensors(p, moved)
+            _torch.swap_parameter(p, moved)
             if isinstance(grad, DTensor):
                 p.grad = grad.redistribute(self.device_mesh, want)
 

@@ -2,16 +2,20 @@
 
 The rows of expert j are those from offsets[j - 1] to offsets[j]. With a rank's rows brought together in order, the running sum of its
 experts' row counts are the offsets that the kernel wants; what it computes is sent back to where the rows came from.
+
+Masked scatter: a place takes the element whose number is the count of true places before it in the whole mask, which every rank has.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from autopar.passes.local import local, operator
 from autopar.passes.local.context import Local
+from autopar.placement import Placement
 
 
 class _Rows:
@@ -35,16 +39,24 @@ class _Rows:
         return torch.where(self.mine, x.index_select(0, self.back), 0)
 
 
+def _out(ctx: Local) -> Placement:
+    p = ctx.outputs[0]
+    assert p is not None
+    return p
+
+
 @local("transformers.grouped_mm_fallback.default", "aten._grouped_mm.default")
 def _grouped_mm(ctx: Local, x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
     op = operator(ctx.op.target)
+    if w.dim() == 2:
+        features_last = x.mT
+        if ctx.is_split("e"):
+            rows = _Rows(ctx.index(_out(ctx), 0), w.shape[0], offs)
+            features_last, w, offs = rows.to_front(features_last), rows.to_front(w), rows.offsets
+        # The dim that is stored last has to be of whole units: features are, rows are as many as there are tokens.
+        return op(features_last.contiguous().mT, w, offs, *rest, **kwargs)  # type: ignore[no-any-return]
     if not ctx.is_split("e"):
         return op(x, w, offs, *rest, **kwargs)  # type: ignore[no-any-return]
-    if w.dim() == 2:
-        experts = ctx.outputs[0]
-        assert experts is not None
-        rows = _Rows(ctx.index(experts, 0), w.shape[0], offs)
-        return op(x.index_select(1, rows.front), rows.to_front(w), rows.offsets, *rest, **kwargs)  # type: ignore[no-any-return]
     rows = _Rows(ctx.index(ctx.inputs[1], 0), x.shape[0], offs)
     return rows.to_back(op(rows.to_front(x), w, rows.offsets, *rest, **kwargs))
 
@@ -57,3 +69,30 @@ def _grouped_mm_backward(ctx: Local, x: torch.Tensor, w: torch.Tensor, offs: tor
     rows = _Rows(ctx.index(ctx.inputs[1], 0), x.shape[0], offs)
     dx, dw = op(rows.to_front(x), w, rows.offsets, rows.to_front(grad))
     return rows.to_back(dx), dw
+
+
+def _here(ctx: Local, placement: Placement, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's part, under `placement`, of a whole mask, and the number of the source's element at every place of it."""
+    mask = mask.expand(placement.shape)
+    order = (mask.reshape(-1).cumsum(0) - 1).reshape(mask.shape)
+    for dim in sorted({s.dim for s in placement.splits}):
+        index = ctx.index(placement, dim)
+        mask, order = mask.index_select(dim, index), order.index_select(dim, index)
+    return mask, order
+
+
+@local("aten.masked_scatter.default")
+def _masked_scatter(ctx: Local, x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    mask, order = _here(ctx, _out(ctx), mask)
+    # One more, for the places where the mask is false.
+    elements = torch.cat([source.reshape(-1), source.new_zeros(1)])
+    return torch.where(mask, elements[torch.where(mask, order, source.numel())], x)
+
+
+@local("aten.masked_scatter_backward.default")
+def _masked_scatter_backward(ctx: Local, grad: torch.Tensor, mask: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    mask, order = _here(ctx, ctx.inputs[0], mask)
+    elements = math.prod(sizes)
+    # One more, dropped, for the places where the mask is false.
+    out = grad.new_zeros(elements + 1).scatter(0, torch.where(mask, order, elements).reshape(-1), grad.reshape(-1))
+    return out[:elements].reshape(sizes)

@@ -1,6 +1,7 @@
-"""Products of sorted tokens with their experts' matrices, on simulated ranks against the whole op.
+"""Products of sorted tokens with their experts' matrices, and masked scatters, on simulated ranks against the whole op.
 
-Experts without tokens, tokens behind the last offset (of no expert), and experts split at any digit.
+Experts without tokens, tokens behind the last offset (of no expert), experts split at any digit, rows of no whole 16-byte unit; sources
+longer than what is masked, masks that broadcast.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ COUNTS = {
     "the last": [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 24],
     "none": [0] * 12,
     "sentinels": [3, 0, 5, 1, 0, 0, 2, 2, 0, 1, 1, 0],
+    "21 rows": [3, 0, 5, 1, 0, 0, 7, 2, 1, 1, 1, 0],
 }
 
 
@@ -38,8 +40,9 @@ def _fallback(name: str) -> list[Recorded]:
 def _grouped(name: str, dtype: torch.dtype, k: int, n: int) -> list[Recorded]:
     """torch's kernel has no float64; in its place whole numbers, whose products every type here has exactly. What it leaves in rows
     behind the last offset is undefined: every row has an expert."""
-    x, w = (torch.randint(-2, 3, s).to(dtype).requires_grad_() for s in ((24, k), (12, n, k)))
-    grad = torch.randint(-2, 3, (24, n)).to(dtype)
+    rows = sum(COUNTS[name])
+    x, w = (torch.randint(-2, 3, s).to(dtype).requires_grad_() for s in ((rows, k), (12, n, k)))
+    grad = torch.randint(-2, 3, (rows, n)).to(dtype)
     calls = record(TARGETS, lambda: F.grouped_mm(x, w.mT, offs=_offsets(name)))
     return [(op, tuple(_whole(a, grad) for a in args), kwargs) for op, args, kwargs in calls]
 
@@ -51,17 +54,37 @@ def _whole(a: object, grad: torch.Tensor) -> object:
     return grad if a.shape == grad.shape else grad.mT
 
 
-CASES: dict[str, Callable[[], list[Recorded]]] = {
+def _masked(source: int, *mask: int, true: float = 0.5) -> list[Recorded]:
+    where = torch.rand(mask, generator=torch.Generator().manual_seed(0)) < true
+    return record(TARGETS, torch.masked_scatter, f(4, 6, 12), where, f(source, 12))
+
+
+PRODUCTS: dict[str, Callable[[], list[Recorded]]] = {
     **{f"fallback, {name}": lambda name=name: _fallback(name) for name in COUNTS},
-    **{f"float32, {name}": lambda name=name: _grouped(name, torch.float32, 24, 48) for name in COUNTS if sum(COUNTS[name]) == 24},
+    **{f"float32, {name}": lambda name=name: _grouped(name, torch.float32, 24, 48) for name in COUNTS if sum(COUNTS[name]) in (21, 24)},
     "bfloat16": lambda: _grouped("uneven", torch.bfloat16, 96, 192),
+    "bfloat16, 21 rows": lambda: _grouped("21 rows", torch.bfloat16, 96, 192),
 }
+SCATTERS: dict[str, Callable[[], list[Recorded]]] = {
+    "all": lambda: _masked(24, 4, 6, 12, true=1.0),
+    "a longer source": lambda: _masked(30, 4, 6, 12),
+    "a mask of rows": lambda: _masked(24, 6, 1),
+    "none": lambda: _masked(2, 4, 6, 1, true=0.0),
+    "none, no source": lambda: _masked(0, 4, 6, 12, true=0.0),
+}
+CASES = {**PRODUCTS, **SCATTERS}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", PRODUCTS)
 def test_every_strategy(name: str) -> None:
-    for reports in check_all(CASES[name]()).values():
+    for reports in check_all(PRODUCTS[name]()).values():
         assert all(r.letters == {"k", "n", "e"} and r.rule.kind == "moe" for r in reports)
+
+
+@pytest.mark.parametrize("name", SCATTERS)
+def test_a_masked_scatter_splits_in_every_dim(name: str) -> None:
+    for reports in check_all(SCATTERS[name]()).values():
+        assert all(r.letters == {"d0", "d1", "d2"} for r in reports)
 
 
 def test_every_rule_is_tried() -> None:
