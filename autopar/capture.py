@@ -12,7 +12,7 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -137,11 +137,6 @@ def off_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     if getattr(config, "use_cache", None) and "use_cache" in inspect.signature(model.forward).parameters:
         return {"use_cache": False, **kwargs}
     return kwargs
-
-
-@dataclass
-class _State:
-    autocast: tuple[bool, torch.dtype] = field(default_factory=lambda: (False, torch.bfloat16))
 
 
 def capture(

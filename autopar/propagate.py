@@ -325,12 +325,7 @@ class _Propagator:
         """Splitting `letter` here stays possible until the next heavy op, for every output that has the letter."""
         if op.direction == "backward":
             return True
-        return all(
-            self.survives(t.name, d, stride * right_of(x, letter, rule), width, DEPTH)
-            for t, dims in zip(op.outputs, rule.outputs, strict=True)
-            for d, x in enumerate(dims or ())
-            if t is not None and letter in x
-        )
+        return self.passes_on(op, rule, (letter, stride), width, DEPTH)
 
     def survives(self, name: str, dim: int, stride: int, width: int, depth: int) -> bool:
         key = (name, dim, stride, width)
@@ -357,9 +352,13 @@ class _Propagator:
 
     def keeps_at_depth(self, op: Op, rule: Rule, found: tuple[str, int], width: int, depth: int) -> bool:
         """A cheap op passes the letter on. One that reduces it (the mean of a norm) would leave every rank waiting for a sum."""
-        letter, stride = found
-        if any(dims is not None and not any(letter in x for x in dims) for dims in rule.outputs):
+        if any(dims is not None and not any(found[0] in x for x in dims) for dims in rule.outputs):
             return False
+        return self.passes_on(op, rule, found, width, depth)
+
+    def passes_on(self, op: Op, rule: Rule, found: tuple[str, int], width: int, depth: int) -> bool:
+        """The letter survives in every output that has it."""
+        letter, stride = found
         return all(
             self.survives(t.name, d, stride * right_of(x, letter, rule), width, depth)
             for t, dims in zip(op.outputs, rule.outputs, strict=True)

@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar import _torch
 from autopar.capture import Captured, Role
-from autopar.describe import describe_node, getattr_value, tensor_name
+from autopar.describe import getattr_value, tensor_name
 from autopar.graph import Graph, Op, Tensor
 from autopar.mesh import Mesh
 from autopar.passes import local
@@ -86,7 +86,6 @@ class _Sharder:
         self.versions: dict[str, dict[Placement, fx.Node]] = {}
         self.primary: dict[str, Placement] = {}
         self.direction = "forward"
-        self.serves = ""
         self.collectives: list[CollectiveUse] = []
         self.traces: dict[Any, fx.GraphModule] = {}
         self.random_ops = 0
@@ -319,6 +318,7 @@ class _Sharder:
     def run(self) -> Sharded:
         graph, plan, options = self.graph, self.plan, self.options
         nodes = list(self.captured.gm.graph.nodes)
+        by_name = {o.name: o for o in graph.ops}
         entries = []
         places = iter(self.captured.inputs)
         for node in (n for n in nodes if n.op == "placeholder"):
@@ -354,8 +354,7 @@ class _Sharder:
                 self.put(node.name, Placement.of(tuple(value.shape)), self.constant(value))
             if node.op != "call_function" or _torch.is_getitem(node):
                 continue
-            op = describe_node(node, graph.tensors)
-            op = next_op(op, self.ops_by_name)
+            op = by_name[node.name]
             self.direction = op.direction
             for t in op.inputs:
                 if t.name in pending:
@@ -365,12 +364,6 @@ class _Sharder:
                 for p in grad_of.get(t.name, ()) if t is not None else ():
                     self.finish_grad(p, t.name)
         return self.outputs()
-
-    @property
-    def ops_by_name(self) -> dict[str, Op]:
-        if not hasattr(self, "_ops"):
-            self._ops = {o.name: o for o in self.graph.ops}
-        return self._ops
 
     def outputs(self) -> Sharded:
         node = self.captured.gm.graph.output_node()
@@ -402,10 +395,6 @@ class _Sharder:
         _torch.drop_dead_code(gm)
         gm.graph.lint()
         return Sharded(gm, tuple(self.in_roles), tuple(roles), tuple(self.collectives), self.mode)
-
-
-def next_op(op: Op, by_name: dict[str, Op]) -> Op:
-    return by_name.get(op.name, op)
 
 
 def unreduced_grads(captured: Captured, graph: Graph, plan: Plan, options: Options) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
