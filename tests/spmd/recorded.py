@@ -3,6 +3,9 @@ aten call it makes is a sample."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -51,11 +54,33 @@ def check_all(calls: Iterable[Recorded]) -> dict[str, list[Report]]:
 
 
 def fails(calls: Iterable[Recorded], target: str) -> bool:
-    """Whether some call of `target` does not give what one device does."""
-    for op, args, kwargs in calls:
-        if str(op) == target:
-            try:
+    """Whether some call of `target` does not give what one device does.
+
+    In a process of its own: an op robbed of its lowering may write past its tensors (the gradient of nll_loss2d does not check its
+    labels), and a crash is a failure too. It is given two minutes, for a heap that was written over may also hang.
+    """
+    child = multiprocessing.get_context("fork").Process(target=_check_all_or_exit, args=(calls, target))
+    child.start()
+    child.join(120)
+    if child.exitcode is None:
+        child.kill()
+        child.join()
+    assert child.exitcode != _OTHER_ERROR, "the check itself failed: see the traceback above"
+    return child.exitcode != 0
+
+
+_OTHER_ERROR = 3
+
+
+def _check_all_or_exit(calls: Iterable[Recorded], target: str) -> None:
+    code = 0
+    try:
+        for op, args, kwargs in calls:
+            if str(op) == target:
                 check(op, args, kwargs)
-            except MismatchError:
-                return True
-    return False
+    except MismatchError:
+        code = 1
+    except Exception:
+        traceback.print_exc()
+        code = _OTHER_ERROR
+    os._exit(code)
