@@ -1,0 +1,108 @@
+"""Price and check a decision from the Problem alone, sharing no code with the program that found it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from autopar.solver.problem import BACKWARD, FORWARD, NONE, Decision, Flow, Key, Problem
+
+
+@dataclass(frozen=True)
+class Price:
+    """objective_s: the step; stage_s: per stage; row_bytes: per memory row. feasible: demands met and every row within the budget."""
+
+    objective_s: float
+    stage_s: tuple[float, ...]
+    row_bytes: tuple[float, ...]
+    unmet: tuple[str, ...]
+    over_bytes: float
+
+    @property
+    def feasible(self) -> bool:
+        return not self.unmet and self.over_bytes <= 0
+
+
+def evaluate(problem: Problem, decision: Decision) -> Price:
+    x = decision.strategies
+    accounts: dict[int, float] = defaultdict(float)
+    unmet: list[str] = []
+
+    def pay(times: Mapping[int, float]) -> None:
+        for a, t in times.items():
+            accounts[a] += t
+
+    for c, choice in enumerate(problem.choices):
+        pay(choice.times[x[c]])
+        if (c, x[c]) in problem.forbidden:
+            unmet.append(f"{choice.name}: strategy {choice.labels[x[c]]} is forbidden")
+    for r in decision.rerun:
+        rerun = problem.reruns[r]
+        pay(rerun.times[x[rerun.choice]])
+    for v, value in enumerate(problem.values):
+        kept = decision.kept.get(v, frozenset())
+        if len(kept) > 1:
+            unmet.append(f"{value.name}: kept at {len(kept)} nodes")
+        for direction, flow in ((FORWARD, value.forward), (BACKWARD, value.backward)):
+            if flow is None:
+                continue
+            arcs = decision.arcs.get((v, direction), frozenset())
+            for a in arcs:
+                pay(flow.arcs[a].times)
+            wanted = wanted_nodes(problem, decision, v, direction, flow)
+            have = reach(supplied_nodes(problem, decision, v, direction, flow), flow, arcs)
+            if not wanted <= have:
+                unmet.append(f"{value.name}: {[value.nodes[n] for n in sorted(wanted - have)]} missing, direction {direction}")
+    stages = [0.0] * len(problem.stages)
+    for i, account in enumerate(problem.accounts):
+        stages[account.stage] = max(stages[account.stage], accounts[i])
+    on = _variables_on(problem, decision)
+    rows = tuple(row.constant + sum(k for key, k in row.terms if on(key)) for row in problem.rows)
+    over = max((b - problem.budget_bytes for b in rows), default=0.0)
+    return Price(problem.constant_s + sum(stages), tuple(stages), rows, tuple(unmet), max(0.0, over))
+
+
+def wanted_nodes(problem: Problem, decision: Decision, v: int, direction: int, flow: Flow) -> set[int]:
+    x = decision.strategies
+    out = {d.nodes[x[d.choice]] for d in flow.demands}
+    if direction == FORWARD:
+        out |= decision.kept.get(v, frozenset())
+    if direction == BACKWARD:
+        for r in decision.rerun:
+            rerun = problem.reruns[r]
+            out |= {nodes[x[rerun.choice]] for value, nodes in rerun.reads if value == v}
+    return out - {NONE}
+
+
+def supplied_nodes(problem: Problem, decision: Decision, v: int, direction: int, flow: Flow) -> set[int]:
+    x = decision.strategies
+    out = {s.nodes[x[s.choice]] for s in flow.supplies}
+    if direction == BACKWARD:
+        out |= decision.kept.get(v, frozenset())
+        for r in decision.rerun:
+            rerun = problem.reruns[r]
+            out |= {nodes[x[rerun.choice]] for value, nodes in rerun.makes if value == v}
+    return out - {NONE}
+
+
+def reach(have: set[int], flow: Flow, arcs: frozenset[int]) -> set[int]:
+    grown = True
+    while grown:
+        new = {flow.arcs[a].dst for a in arcs if flow.arcs[a].src in have} - have
+        have, grown = have | new, bool(new)
+    return have
+
+
+def _variables_on(problem: Problem, decision: Decision) -> Callable[[Key], bool]:
+    def on(key: Key) -> bool:
+        if key[0] == "x":
+            return decision.strategies[key[1]] == key[2]
+        if key[0] == "y":
+            return key[2] in decision.kept.get(key[1], frozenset())
+        if key[0] == "e":
+            assert len(key) == 4
+            return key[3] in decision.arcs.get((key[1], key[2]), frozenset())
+        return key[1] in decision.rerun and decision.strategies[problem.reruns[key[1]].choice] == key[2]
+
+    return on

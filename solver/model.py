@@ -1,0 +1,242 @@
+"""The integer program of a Problem, written as COO lists into MathOpt's ModelProto (its Python expressions are ten times slower).
+
+Variables
+    x[c,s]    choice c takes strategy s                                      binary
+    e[f,a]    arc a of flow f is used, its price shared by all consumers     in [0, 1]
+    g[f,k,a]  arc a carries what consumer k of flow f reads                  in [0, 1]; only where consumers could disagree, see below
+    y[v,n]    value v is kept at node n                                      a fate
+    r[o,s]    operator o runs again, under strategy s                        a fate
+    T[t]      seconds of stage t
+
+Constraints
+    (one)     sum_s x[c,s] = 1
+    (flow)    for every consumer k of a flow and every node n:
+                  sum_{arcs into n} g[k] - sum_{arcs out of n} g[k] + supply(n) >= demand_k(n)
+              supply(n) = sum of x over suppliers' strategies that make n; in backward also y[v,n] and the r of operators that remake v at n.
+              demand_k(n) = sum of x (or of r, for a rerun's operand; or y[v,n], for keeping, in forward) that read n.
+    (share)   e[f,a] >= g[f,k,a]                       with one consumer g is e itself
+    (keep)    sum_n y[v,n] <= 1
+    (rerun)   r[o,s] <= x[c(o),s]
+    (time)    T[t] >= sum over what runs of its time on account a of stage t
+    (memory)  constant + sum of bytes x variable <= budget at every position
+Objective: the sum of T.
+
+x binary and fates continuous is the bound: a fate is then a share of the layers of a fold. A per-consumer flow is needed: shared arc
+variables alone could support themselves in a cycle.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from ortools.math_opt import model_pb2
+
+from autopar.solver.problem import BACKWARD, FORWARD, NONE, Decision, Flow, Key, Problem
+
+
+@dataclass(frozen=True)
+class Options:
+    """fates: "continuous" | "binary". fixed: strategies already decided. elastic: one variable, in GB, lifts every memory row.
+    kept, rerun: fates already decided."""
+
+    fates: str = "continuous"
+    fixed: Sequence[int] | None = None
+    elastic: bool = False
+    kept: Mapping[int, frozenset[int]] | None = None
+    rerun: frozenset[int] | None = None
+
+
+class Program:
+    """`proto` and the meaning of its variables."""
+
+    def __init__(self, problem: Problem, options: Options | None = None) -> None:
+        self.problem, self.options = problem, options or Options()
+        self.lower: list[float] = []
+        self.upper: list[float] = []
+        self.integer: list[bool] = []
+        self.cost: list[float] = []
+        self.row_lower: list[float] = []
+        self.row_upper: list[float] = []
+        self.rows: list[int] = []
+        self.columns: list[int] = []
+        self.coefficients: list[float] = []
+        self.variable: dict[Key, int] = {}
+        self.row_kind: list[str] = []
+        self.over = -1
+        self._build()
+
+    # ---- writing -------------------------------------------------------------------------------------------------
+
+    def add(self, lower: float, upper: float, integer: bool = False, cost: float = 0.0) -> int:
+        self.lower.append(lower)
+        self.upper.append(upper)
+        self.integer.append(integer)
+        self.cost.append(cost)
+        return len(self.lower) - 1
+
+    def constrain(self, kind: str, lower: float, upper: float, terms: Iterable[tuple[int, float]]) -> None:
+        row = len(self.row_lower)
+        self.row_lower.append(lower)
+        self.row_upper.append(upper)
+        self.row_kind.append(kind)
+        merged: dict[int, float] = {}
+        for column, k in terms:
+            merged[column] = merged.get(column, 0.0) + k
+        for column in sorted(merged):
+            if merged[column]:
+                self.rows.append(row)
+                self.columns.append(column)
+                self.coefficients.append(merged[column])
+
+    def _build(self) -> None:
+        p, o = self.problem, self.options
+        self.time: dict[int, list[tuple[int, float]]] = defaultdict(list)  # account -> terms
+        for c, choice in enumerate(p.choices):
+            for s in range(len(choice.labels)):
+                fixed = None if o.fixed is None else float(o.fixed[c] == s)
+                lo = 0.0 if fixed is None else fixed
+                hi = (0.0 if (c, s) in p.forbidden else 1.0) if fixed is None else fixed
+                self.variable["x", c, s] = v = self.add(lo, hi, fixed is None)
+                self.charge(v, choice.times[s])
+            self.constrain("one", 1.0, 1.0, [(self.variable["x", c, s], 1.0) for s in range(len(choice.labels))])
+        for i, rerun in enumerate(p.reruns):
+            for s in range(len(p.choices[rerun.choice].labels)):
+                hi = 1.0 if o.rerun is None or i in o.rerun else 0.0
+                self.variable["r", i, s] = v = self.add(0.0, hi, o.fates == "binary")
+                self.charge(v, rerun.times[s])
+                self.constrain("rerun", -np.inf, 0.0, [(v, 1.0), (self.variable["x", rerun.choice, s], -1.0)])
+        for i, value in enumerate(p.values):
+            for n in value.fates:
+                allowed = o.kept is None or n in o.kept.get(i, frozenset())
+                self.variable["y", i, n] = self.add(0.0, 1.0 if allowed else 0.0, o.fates == "binary")
+            if len(value.fates) > 1:
+                self.constrain("keep", -np.inf, 1.0, [(self.variable["y", i, n], 1.0) for n in value.fates])
+        remade: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # value -> (node, rerun, strategy)
+        reread: dict[int, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
+        for i, rerun in enumerate(p.reruns):
+            for v, nodes in rerun.makes:
+                remade[v] += [(n, i, s) for s, n in enumerate(nodes) if n != NONE]
+            for v, nodes in rerun.reads:
+                reread[v].append((i, nodes))
+        for v, value in enumerate(p.values):
+            keeping = [(n, [(self.variable["y", v, n], 1.0)]) for n in value.fates]
+            self.flow(v, FORWARD, value.forward, [], dict(keeping) if keeping else None, [])
+            if value.backward is not None:
+                extra = [(n, self.variable["y", v, n]) for n in value.fates]
+                extra += [(n, self.variable["r", i, s]) for n, i, s in remade[v]]
+                self.flow(v, BACKWARD, value.backward, extra, None, reread[v])
+        stages = [self.add(0.0, np.inf, False, 1.0) for _ in p.stages]
+        for a, account in enumerate(p.accounts):
+            if self.time[a]:
+                self.constrain("time", 0.0, np.inf, [(stages[account.stage], 1.0), *((v, -k) for v, k in self.time[a])])
+        if o.elastic:
+            self.over = self.add(0.0, np.inf, False, 0.0)
+        for row in p.rows:
+            terms = [(self.variable[key], k / 1e9) for key, k in row.terms]
+            if o.elastic:
+                terms.append((self.over, -1.0))
+            self.constrain("memory", -np.inf, (p.budget_bytes - row.constant) / 1e9, terms)
+
+    def charge(self, variable: int, times: Mapping[int, float]) -> None:
+        for a, t in times.items():
+            self.time[a].append((variable, t * 1e3))
+
+    def flow(
+        self,
+        v: int,
+        direction: int,
+        flow: Flow,
+        extra: list[tuple[int, int]],
+        keeping: dict[int, list[tuple[int, float]]] | None,
+        reread: list[tuple[int, tuple[int, ...]]],
+    ) -> None:
+        supply: dict[int, list[tuple[int, float]]] = defaultdict(list)
+        for end in flow.supplies:
+            for s, n in enumerate(end.nodes):
+                if n != NONE:
+                    supply[n].append((self.variable["x", end.choice, s], 1.0))
+        for n, variable in extra:
+            supply[n].append((variable, 1.0))
+        demands: list[dict[int, list[tuple[int, float]]]] = []
+        for end in flow.demands:
+            d: dict[int, list[tuple[int, float]]] = defaultdict(list)
+            for s, n in enumerate(end.nodes):
+                if n != NONE:
+                    d[n].append((self.variable["x", end.choice, s], 1.0))
+            if d:
+                demands.append(d)
+        for i, nodes in reread:
+            d = defaultdict(list)
+            for s, n in enumerate(nodes):
+                if n != NONE:
+                    d[n].append((self.variable["r", i, s], 1.0))
+            if d:
+                demands.append(d)
+        if keeping:
+            demands.append(keeping)
+        used = [self.add(0.0, 1.0, self.options.fates == "binary") for _ in flow.arcs]
+        for a, arc in enumerate(flow.arcs):
+            self.variable["e", v, direction, a] = used[a]
+            self.charge(used[a], arc.times)
+        into: dict[int, list[int]] = defaultdict(list)
+        out: dict[int, list[int]] = defaultdict(list)
+        for a, arc in enumerate(flow.arcs):
+            into[arc.dst].append(a)
+            out[arc.src].append(a)
+        touched = sorted(set(into) | set(out) | {n for d in demands for n in d})
+        for d in demands:
+            carried = used if len(demands) == 1 else [self.add(0.0, 1.0) for _ in flow.arcs]
+            if carried is not used:
+                for a in range(len(flow.arcs)):
+                    self.constrain("share", 0.0, np.inf, [(used[a], 1.0), (carried[a], -1.0)])
+            for n in touched:
+                terms = [(carried[a], 1.0) for a in into[n]] + [(carried[a], -1.0) for a in out[n]]
+                terms += supply[n] + [(x, -k) for x, k in d.get(n, ())]
+                if terms:
+                    self.constrain("flow", 0.0, np.inf, terms)
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    def proto(self, objective: str = "time") -> model_pb2.ModelProto:
+        m = model_pb2.ModelProto()
+        n = len(self.lower)
+        m.variables.ids.extend(range(n))
+        m.variables.lower_bounds.extend(self.lower)
+        m.variables.upper_bounds.extend(self.upper)
+        m.variables.integers.extend(self.integer)
+        m.linear_constraints.ids.extend(range(len(self.row_lower)))
+        m.linear_constraints.lower_bounds.extend(self.row_lower)
+        m.linear_constraints.upper_bounds.extend(self.row_upper)
+        m.linear_constraint_matrix.row_ids.extend(self.rows)
+        m.linear_constraint_matrix.column_ids.extend(self.columns)
+        m.linear_constraint_matrix.coefficients.extend(self.coefficients)
+        costs = [(self.over, 1.0)] if objective == "over" else [(i, c) for i, c in enumerate(self.cost) if c]
+        m.objective.linear_coefficients.ids.extend(i for i, _ in costs)
+        m.objective.linear_coefficients.values.extend(c for _, c in costs)
+        return m
+
+    def decision(self, values: Sequence[float]) -> tuple[Decision, bool]:
+        """The answer in `values`, and whether its fates are whole (not shares of layers)."""
+        p, whole = self.problem, True
+
+        def on(key: Key) -> bool:
+            nonlocal whole
+            i = self.variable.get(key)
+            if i is None:
+                return False
+            whole &= min(values[i], 1 - values[i]) < 1e-5
+            return values[i] > 0.5
+
+        x = tuple(max(range(len(c.labels)), key=lambda s, i=i: values[self.variable["x", i, s]]) for i, c in enumerate(p.choices))
+        kept = {v: frozenset(n for n in value.fates if on(("y", v, n))) for v, value in enumerate(p.values) if value.fates}
+        rerun = frozenset(i for i, r in enumerate(p.reruns) if on(("r", i, x[r.choice])))
+        arcs = {}
+        for v, value in enumerate(p.values):
+            for direction, flow in ((FORWARD, value.forward), (BACKWARD, value.backward)):
+                if flow is not None:
+                    mine = {a for a in range(len(flow.arcs)) if on(("e", v, direction, a))}
+                    arcs[v, direction] = frozenset(mine)
+        return Decision(x, {v: k for v, k in kept.items() if k}, rerun, {k: a for k, a in arcs.items() if a}), whole

@@ -1,0 +1,138 @@
+"""What is decided: a Problem is choices, values that flow between them, operators that may run twice, and budgets.
+
+It says nothing of tensors or meshes. `autopar.formulate` makes one from a graph; `model` writes it as an integer program;
+`brute_force` solves small ones by enumeration; `evaluate` prices a solution on its own. All times are seconds of one training step, with the
+number of equal layers already multiplied in; all sizes are bytes.
+
+    choice   a cluster of operators (or the storage of a parameter) and its strategies; exactly one is taken
+    value    a tensor. Its nodes are placements; arcs between nodes are redistributions. A `Flow` is a value in one direction: choices
+             supply it at the node their strategy makes it at, and demand it at the node their strategy reads
+    keeping  a value that backward reads is kept at nodes of its forward flow, or made again; kept nodes supply the backward flow
+    rerun    an operator that may run again in backward, under its own strategy: it demands its operands there and supplies its results
+    stage    a stretch whose compute and communication overlap: its time is the largest of its accounts
+    row      live bytes at one position of the step, at most the budget
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+NONE = -1  # in a map from strategies to nodes: this strategy does not touch the value
+
+
+@dataclass(frozen=True)
+class Account:
+    """Busy time of one resource in one stage: the stage lasts at least as long as each of its accounts."""
+
+    stage: int
+    resource: str  # "compute" | "intra" | "inter" | "d2h" | "h2d" | ...
+
+
+Times = Mapping[int, float]  # account -> seconds
+
+
+@dataclass(frozen=True)
+class Choice:
+    """times: per strategy, what it takes of every account."""
+
+    name: str
+    labels: tuple[str, ...]
+    times: tuple[Times, ...]
+
+
+@dataclass(frozen=True)
+class Arc:
+    """A redistribution from node `src` to node `dst`. Paid once, however many consumers share its result."""
+
+    src: int
+    dst: int
+    times: Times
+
+
+@dataclass(frozen=True)
+class End:
+    """Choice `choice` touches a flow at node `nodes[s]` under strategy s (NONE: not at all)."""
+
+    choice: int
+    nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A value in one direction. supplies: at hand without being kept; demands: one entry per consumer."""
+
+    arcs: tuple[Arc, ...]
+    supplies: tuple[End, ...]
+    demands: tuple[End, ...]
+
+
+@dataclass(frozen=True)
+class Value:
+    """nodes: names of placements. backward: None when only forward reads it.
+
+    fates: nodes at which it may be kept; kept_times: per fate node, what keeping costs (nothing for saving in device memory).
+    group: the repeated stack it belongs to, "" for what occurs once.
+    """
+
+    name: str
+    nodes: tuple[str, ...]
+    forward: Flow
+    backward: Flow | None = None
+    fates: tuple[int, ...] = ()
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """An operator that may be recomputed. times: per strategy of its choice; reads, makes: (value, End on that value's backward flow)."""
+
+    name: str
+    choice: int
+    times: tuple[Times, ...]
+    reads: tuple[tuple[int, tuple[int, ...]], ...]  # value, node per strategy
+    makes: tuple[tuple[int, tuple[int, ...]], ...]
+    group: str = ""
+
+
+# What a memory row adds up. Keys of the program's variables:
+#   ("x", choice, strategy)  ("y", value, node)  ("e", value, direction, arc)  ("r", rerun, strategy)
+Key = tuple[str, int, int] | tuple[str, int, int, int]
+
+
+@dataclass(frozen=True)
+class Row:
+    """constant + sum of coefficient x variable <= budget, in bytes."""
+
+    name: str
+    constant: float
+    terms: tuple[tuple[Key, float], ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    stages: tuple[str, ...]
+    accounts: tuple[Account, ...]
+    choices: tuple[Choice, ...]
+    values: tuple[Value, ...]
+    reruns: tuple[Rerun, ...] = ()
+    rows: tuple[Row, ...] = ()
+    budget_bytes: float = float("inf")
+    constant_s: float = 0.0
+    forbidden: frozenset[tuple[int, int]] = field(default_factory=frozenset)  # (choice, strategy)
+
+
+FORWARD, BACKWARD = 0, 1
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A complete answer. strategies: per choice; kept: value -> nodes; rerun: indices of reruns that run (for every layer).
+
+    arcs: (value, direction) -> arcs used.
+    """
+
+    strategies: tuple[int, ...]
+    kept: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    rerun: frozenset[int] = frozenset()
+    arcs: Mapping[tuple[int, int], frozenset[int]] = field(default_factory=dict)

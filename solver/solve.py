@@ -1,0 +1,153 @@
+"""Solves a Problem: the bound, then fates, with a gap, a hint, determinism and an explanation when nothing fits.
+
+Two steps. (a) strategies binary, fates continuous: a fate is then a share of a fold's layers, and the solver's bound is the bound of the whole
+problem. (b) strategies fixed, fates binary. What is reported as the gap is (b)'s answer against (a)'s bound.
+
+HiGHS stops at a relative gap or a node limit, which are functions of the problem alone, so the same problem gives the same answer; if the
+clock stopped it, `Solution.stopped_by` says "time".
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ortools.math_opt.python import mathopt
+
+from autopar.solver.evaluate import Price, evaluate
+from autopar.solver.model import Options, Program
+from autopar.solver.problem import Decision, Problem
+
+
+@dataclass(frozen=True)
+class Limits:
+    gap: float = 0.01
+    seconds: float = 60.0
+    nodes: int = 10_000
+
+
+@dataclass(frozen=True)
+class Solution:
+    """objective_s, bound_s: of one step. stopped_by: "gap" | "nodes" | "time". variables, rows: of step (a)'s program."""
+
+    decision: Decision
+    price: Price
+    bound_s: float
+    seconds: float
+    stopped_by: str
+    variables: int
+    rows: int
+
+    @property
+    def objective_s(self) -> float:
+        return self.price.objective_s
+
+    @property
+    def gap(self) -> float:
+        return max(0.0, 1 - self.bound_s / self.objective_s) if self.objective_s > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Infeasible:
+    """The budget is short by `shortfall_bytes`; `position` is the row that would bind, `least_bytes` the smallest peak there is."""
+
+    shortfall_bytes: float
+    least_bytes: float
+    position: str
+
+
+class _Failed(Exception):
+    pass
+
+
+def solve(
+    problem: Problem,
+    limits: Limits | None = None,
+    hints: Sequence[Sequence[int]] = (),
+    progress: Callable[[str, float], None] | None = None,
+) -> Solution | Infeasible:
+    """hints: strategies of known feasible answers, one index per choice."""
+    limits = limits or Limits()
+    start = time.perf_counter()
+    tell = progress or (lambda stage, seconds: None)
+    first = Program(problem, Options())
+    tell("program", time.perf_counter() - start)
+    try:
+        values, bound, stopped = _run(first, limits, start, hints)
+    except _Failed:
+        return _explain(problem, limits, start)
+    tell("strategies", time.perf_counter() - start)
+    decision, whole = first.decision(values)
+    price = evaluate(problem, decision) if whole else None
+    if price is None or not price.feasible:
+        second = Program(problem, Options(fates="binary", fixed=decision.strategies))
+        try:
+            values, _, more = _run(second, limits, start, ())
+        except _Failed:  # shares of layers fit, one fate for all layers does not: choose strategies knowing that
+            second = Program(problem, Options(fates="binary"))
+            try:
+                values, _, more = _run(second, limits, start, [decision.strategies])
+            except _Failed:
+                return _explain(problem, limits, start)
+        stopped = more if stopped == "gap" else stopped
+        decision, _ = second.decision(values)
+        price = evaluate(problem, decision)
+    tell("fates", time.perf_counter() - start)
+    assert not price.unmet, price.unmet[:3]
+    return Solution(
+        decision, price, bound / 1e3 + problem.constant_s, time.perf_counter() - start, stopped, len(first.lower), len(first.row_lower)
+    )
+
+
+def _run(program: Program, limits: Limits, start: float, hints: Sequence[Sequence[int]]) -> tuple[Sequence[float], float, str]:
+    model = mathopt.Model.from_model_proto(program.proto())
+    variables = list(model.variables())
+    left = max(1.0, limits.seconds - (time.perf_counter() - start))
+    params = mathopt.SolveParameters(
+        time_limit=datetime.timedelta(seconds=left), relative_gap_tolerance=limits.gap, node_limit=limits.nodes, random_seed=1
+    )
+    given = mathopt.ModelSolveParameters(
+        solution_hints=[
+            mathopt.SolutionHint(
+                variable_values={
+                    variables[program.variable["x", c, s]]: float(s == chosen)
+                    for c, chosen in enumerate(h)
+                    for s in range(len(program.problem.choices[c].labels))
+                }
+            )
+            for h in hints
+        ]
+    )
+    result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=params, model_params=given)
+    reason = result.termination.reason
+    if reason in (mathopt.TerminationReason.OPTIMAL, mathopt.TerminationReason.FEASIBLE):
+        found = result.variable_values()
+        bound = result.termination.objective_bounds.dual_bound
+        limit = result.termination.limit
+        stopped = "gap" if reason == mathopt.TerminationReason.OPTIMAL else "time" if limit == mathopt.Limit.TIME else "nodes"
+        return [found[v] for v in variables], bound, stopped
+    if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
+        raise _Failed
+    raise TimeoutError(f"no answer within {limits.seconds:.0f} s ({reason.name.lower()})")
+
+
+def _explain(problem: Problem, limits: Limits, start: float) -> Infeasible:
+    """Elastic rows: the least by which the budget must grow, and the position that binds then."""
+    program = Program(problem, Options(fates="binary", elastic=True))
+    model = mathopt.Model.from_model_proto(program.proto("over"))
+    left = max(5.0, limits.seconds - (time.perf_counter() - start))
+    result = mathopt.solve(
+        model,
+        mathopt.SolverType.HIGHS,
+        params=mathopt.SolveParameters(time_limit=datetime.timedelta(seconds=left), relative_gap_tolerance=0.001),
+    )
+    if result.termination.reason not in (mathopt.TerminationReason.OPTIMAL, mathopt.TerminationReason.FEASIBLE):
+        raise AssertionError("a demand that no supply can reach: the problem is wrong, not its budget")
+    variables = list(model.variables())
+    values = result.variable_values()
+    decision, _ = program.decision([values[v] for v in variables])
+    rows = evaluate(problem, decision).row_bytes
+    worst = max(range(len(rows)), key=rows.__getitem__)
+    return Infeasible(rows[worst] - problem.budget_bytes, rows[worst], problem.rows[worst].name)

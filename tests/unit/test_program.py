@@ -1,0 +1,103 @@
+"""The integer program against the exhaustive oracle on random small problems."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from autopar.solver.brute_force import brute_force
+from autopar.solver.evaluate import evaluate
+from autopar.solver.model import Options, Program
+from autopar.solver.problem import NONE, Account, Arc, Choice, End, Flow, Problem, Rerun, Row, Value
+from autopar.solver.solve import Infeasible, Limits, Solution, solve
+
+EXACT = Limits(gap=1e-9, seconds=60)
+
+
+def random_problem(seed: int) -> Problem:
+    """Two or three choices, one or two values with two or three placements, fates, a rerun, two memory rows."""
+    g = random.Random(seed)
+    accounts = (Account(0, "compute"), Account(0, "inter"), Account(1, "compute"), Account(1, "inter"))
+    choices = tuple(
+        Choice(f"c{i}", tuple("abc"[: g.randint(2, 3)]), tuple({g.choice((0, 2)): g.uniform(0, 2)} for _ in range(3)))
+        for i in range(g.randint(2, 3))
+    )
+    choices = tuple(replace(c, times=c.times[: len(c.labels)]) for c in choices)
+    values, reruns = [], []
+    for v in range(g.randint(1, 2)):
+        nodes = g.randint(2, 3)
+
+        def end(none: bool = False) -> End:
+            c = g.randrange(len(choices))
+            picks = [*range(nodes), NONE] if none else list(range(nodes))
+            return End(c, tuple(g.choice(picks) for _ in choices[c].labels))
+
+        def arcs(stage: int) -> tuple[Arc, ...]:
+            ring = [(i, (i + 1) % nodes) for i in range(nodes)]  # so that only memory can make it infeasible
+            return tuple(Arc(i, j, {2 * stage + g.randint(0, 1): g.uniform(0, 1)}) for i, j in ring)
+
+        forward = Flow(arcs(0), (end(),), (end(True),))
+        backward = Flow(arcs(1), (), (end(True),)) if g.random() < 0.7 else None
+        fates = tuple(range(g.randint(1, nodes))) if backward else ()
+        values.append(Value(f"v{v}", tuple(map(str, range(nodes))), forward, backward, fates))
+    for v, value in enumerate(values):
+        if value.backward and g.random() < 0.7:
+            supply = value.forward.supplies[0]
+            reads = [(w, tuple(0 for _ in supply.nodes)) for w in range(v) if values[w].backward]
+            reruns.append(
+                Rerun(f"r{v}", supply.choice, tuple({2: g.uniform(0, 2)} for _ in supply.nodes), tuple(reads), ((v, supply.nodes),))
+            )
+    keys = [("x", c, s) for c in range(len(choices)) for s in range(len(choices[c].labels))]
+    keys += [("y", v, n) for v, value in enumerate(values) for n in value.fates]
+    keys += [("e", v, 0, a) for v, value in enumerate(values) for a in range(len(value.forward.arcs))]
+    rows = tuple(Row(f"row{i}", 1e9, tuple((k, g.uniform(0, 3e9)) for k in keys if g.random() < 0.5)) for i in range(2))
+    return Problem(("forward", "backward"), accounts, choices, tuple(values), tuple(reruns), rows, g.uniform(3e9, 9e9))
+
+
+@pytest.mark.parametrize("block", range(25))
+def test_equals_brute_force(block: int) -> None:
+    """500 problems: same optimum, and what is infeasible for one is for the other."""
+    for seed in range(20 * block, 20 * block + 20):
+        problem = random_problem(seed)
+        best, _ = brute_force(problem)
+        found = solve(problem, EXACT)
+        if best == float("inf"):
+            assert isinstance(found, Infeasible), seed
+            assert found.shortfall_bytes > 0, seed
+            continue
+        assert isinstance(found, Solution), seed
+        assert found.price.feasible, seed
+        assert found.bound_s <= best + 1e-6, (seed, found.bound_s, best)
+        binary = _all_binary(problem)
+        assert abs(binary - best) < 1e-6, (seed, binary, best)
+
+
+def _all_binary(problem: Problem) -> float:
+    from ortools.math_opt.python import mathopt
+
+    model = mathopt.Model.from_model_proto(Program(problem, Options(fates="binary")).proto())
+    result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=mathopt.SolveParameters(relative_gap_tolerance=1e-9))
+    return result.objective_value() / 1e3
+
+
+def test_some_random_problems_are_tight() -> None:
+    """The comparison means something: memory binds in some, some are infeasible, some rerun."""
+    kinds = {"infeasible": 0, "binds": 0, "reruns": 0}
+    for seed in range(100):
+        problem = random_problem(seed)
+        best, decision = brute_force(problem)
+        free, _ = brute_force(replace(problem, budget_bytes=1e18))
+        kinds["infeasible"] += decision is None and free < float("inf")
+        kinds["binds"] += decision is not None and best > free + 1e-9
+        kinds["reruns"] += decision is not None and bool(decision.rerun)
+    assert min(kinds.values()) >= 3, kinds
+
+
+def test_the_price_of_a_decision_is_the_program_s_objective() -> None:
+    for seed in range(50):
+        problem = replace(random_problem(seed), budget_bytes=1e18)
+        found = solve(problem, EXACT)
+        if isinstance(found, Solution):
+            assert abs(evaluate(problem, found.decision).objective_s - found.objective_s) < 1e-12
