@@ -16,7 +16,7 @@ from autopar.capture import Captured, Role
 from autopar.graph import Graph
 from autopar.groups import Groups
 from autopar.lower import CompileOnce, Lowered, lower
-from autopar.passes.manager import run_passes
+from autopar.passes.manager import overlap, run_passes
 from autopar.passes.partition import Parts, partition
 from autopar.passes.shard import Options, group_names, shard
 from autopar.plan import CollectiveUse, Plan
@@ -56,7 +56,8 @@ class Step:
         sharded = run_passes(shard(self.captured, self.graph, self.plan, options), self.groups.prefix)
         for axes in group_names(sharded.gm, self.groups.prefix):
             self.groups.ensure(axes)
-        return partition(sharded, reshard_after_forward=self.plan.reshard_after_forward), sharded.collectives
+        parts = partition(sharded, reshard_after_forward=self.plan.reshard_after_forward)
+        return overlap(parts, self.groups.prefix), sharded.collectives
 
     def lower(self, gm: Any, saved_strides: Any = None, is_backward: bool = False) -> Lowered:
         s = self.settings

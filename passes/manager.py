@@ -11,13 +11,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from autopar import _torch
 from autopar.passes.deduplicate import deduplicate
+from autopar.passes.defer import defer
+from autopar.passes.overlap import inputs_of, is_collective
+from autopar.passes.partition import Parts
+from autopar.passes.prefetch import prefetch
 from autopar.passes.shard import Sharded
+from autopar.simulate import is_wait
 
 
 @dataclass(frozen=True)
@@ -63,19 +68,35 @@ def verify(gm: fx.GraphModule, fake_mode: object, prefix: str, after: str, *, li
             continue
         if n.meta["direction"] == "forward":
             assert all(a.meta["direction"] == "forward" for a in n.all_input_nodes), f"forward reads backward {where}"
-        if is_collective(n):
-            groups = [a for a in n.args if isinstance(a, str) and "." in a]
-            assert all(g.startswith(prefix + ".") for g in groups), f"a group name that may differ between ranks {where}"
-            assert len(n.users) == 1 and all(is_wait(u) for u in n.users), f"a collective without its one wait {where}"
-        if is_wait(n) and live:
-            assert n.users, f"a collective without a user {where}"
+        verify_collective(n, prefix, where, live)
     if os.environ.get("AUTOPAR_DEBUG"):
         _torch.check_recorded_values(gm, fake_mode)
 
 
-def is_collective(n: fx.Node) -> bool:
-    return n.op == "call_function" and "_c10d_functional" in str(n.target) and not is_wait(n)
+def verify_collective(n: fx.Node, prefix: str, where: str, live: bool) -> None:
+    if is_collective(n):
+        groups = [a for a in n.args if isinstance(a, str) and "." in a]
+        assert all(g.startswith(prefix + ".") for g in groups), f"a group name that may differ between ranks {where}"
+        assert len(n.users) == 1 and all(is_wait(u) for u in n.users), f"a collective without its one wait {where}"
+    if is_wait(n) and live:
+        assert n.users, f"a collective without a user {where}"
 
 
-def is_wait(n: fx.Node) -> bool:
-    return n.op == "call_function" and "_c10d_functional.wait_tensor" in str(n.target)
+def overlap(parts: Parts, prefix: str) -> Parts:
+    """`parts` with parameters gathered ahead of their use and gradients reduced behind it; the same nodes in another order. Bitwise."""
+    forward = _same_calls(parts.forward, prefetch(parts.forward, inputs_of(parts, False)), prefix, "prefetch")
+    if parts.backward is None:
+        return replace(parts, forward=forward)
+    inputs = inputs_of(parts, True)
+    backward = _same_calls(parts.backward, prefetch(parts.backward, inputs), prefix, "prefetch")
+    return replace(parts, forward=forward, backward=_same_calls(backward, defer(backward, inputs), prefix, "defer"))
+
+
+def _same_calls(before: fx.GraphModule, gm: fx.GraphModule, prefix: str, after: str) -> fx.GraphModule:
+    """`gm`, checked to have every call of `before` once, its collectives whole, its nodes in a legal order."""
+    gm.graph.lint()
+    calls = [sorted(n.format_node() or "" for n in g.graph.nodes if n.op == "call_function") for g in (before, gm)]
+    assert calls[0] == calls[1], f"other calls after {after}"
+    for n in gm.graph.nodes:
+        verify_collective(n, prefix, f"after {after}: {n.format_node()}", True)
+    return gm

@@ -9,6 +9,10 @@ to an int64 tensor, the integer becomes a 0-d operand of the body. It is integer
 Storage. A body returns every storage it makes once, as the tensor that made it, and nothing of what it was given; views of either are
 made again outside, by the ops that made them inside. Otherwise the outer graph could reuse memory that is still read.
 
+Collectives ahead of or behind the layers' computation (`overlap.marked`) belong to no body: Inductor keeps what a collective reads for a wait
+in the same graph only. They are issued and awaited in the outer graph, between two bodies; those that stand inside of one go before it (gathers
+of parameters) or behind it (reductions of gradients).
+
 Requires: aten graph with recorded values. Bitwise.
 """
 
@@ -24,6 +28,7 @@ import torch
 from torch import fx
 
 from autopar import _torch
+from autopar.passes.overlap import is_ahead, marked
 from autopar.passes.repeats import Cuts, Repeat, adds_integer, call_hash, find_repeats, text, value_text
 
 
@@ -47,7 +52,7 @@ def outline(gm: fx.GraphModule, fake_mode: Any) -> Outlined:
 
 
 def _calls(gm: fx.GraphModule) -> list[fx.Node]:
-    return [n for n in gm.graph.nodes if n.op == "call_function"]
+    return [n for n in gm.graph.nodes if n.op == "call_function" and not marked(n)]
 
 
 def _getitems_first(gm: fx.GraphModule) -> fx.GraphModule:
@@ -111,6 +116,7 @@ class _Body:
 class _Rebuilder:
     def __init__(self, gm: fx.GraphModule, calls: list[fx.Node], repeats: list[Repeat], mode: Any) -> None:
         self.gm, self.calls, self.repeats, self.mode = gm, calls, repeats, mode
+        self.between = _between(gm, calls, repeats)
         self.out = fx.Graph()
         self.root = torch.nn.Module()
         self.env: dict[fx.Node, Any] = {}
@@ -128,12 +134,13 @@ class _Rebuilder:
         pending: list[fx.Node] = []
         at = 0
         for r in self.repeats:
-            pending += self.calls[at : r.start]
+            pending += self.stretch(at, r.start)
             copies = r.copies(self.calls)
             wanted = _wanted(copies)
             texts = [self.wiring(c, lambda n: n) for c in copies]
             times = Counter(texts)
-            for nodes, wires in zip(copies, texts, strict=True):
+            for k, (nodes, wires) in enumerate(zip(copies, texts, strict=True)):
+                pending += self.between.get(r.start + k * r.period, [])
                 if times[wires] == 1:
                     pending += nodes
                     continue
@@ -141,13 +148,17 @@ class _Rebuilder:
                 pending = []
                 self.segment(nodes, wanted)
             at = r.start + r.period * r.count
-        self.inline(pending + self.calls[at:])
+        self.inline(pending + self.stretch(at, len(self.calls)) + self.between.get(len(self.calls), []))
         results = self.gm.graph.output_node().args[0]
         self.out.output(tuple(self.env[n] if isinstance(n, fx.Node) else n for n in results))
         gm = fx.GraphModule(self.root, self.out)
         _torch.drop_dead_code(gm)
         gm.graph.lint()
         return Outlined(gm, len(self.bodies), self.layers)
+
+    def stretch(self, start: int, end: int) -> list[fx.Node]:
+        """Calls [start, end) with the collectives that stand before each."""
+        return [n for i in range(start, end) for n in [*self.between.get(i, []), self.calls[i]]]
 
     def attribute(self, name: str, value: Any, like: fx.Node | None = None) -> fx.Node:
         flat = name.replace(".", "_")
@@ -236,6 +247,24 @@ class _Rebuilder:
                 with self.mode:
                     new.meta = {"val": new.target(*values, **named)}
                 inner[v] = new
+
+
+def _between(gm: fx.GraphModule, calls: list[fx.Node], repeats: list[Repeat]) -> dict[int, list[fx.Node]]:
+    """The nodes that belong to no body, by the call that they go before."""
+    position = {n: i for i, n in enumerate(calls)}
+    out: dict[int, list[fx.Node]] = {}
+    at = 0
+    for n in gm.graph.nodes:
+        if n in position:
+            at = position[n] + 1
+        elif n.op == "call_function":
+            to = at
+            for r in repeats:
+                inside = (at - r.start) % r.period
+                if r.start <= at < r.start + r.period * r.count and inside:
+                    to = at - inside + (0 if is_ahead(n) else r.period)
+            out.setdefault(to, []).append(n)
+    return out
 
 
 def _interface(nodes: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:

@@ -2,7 +2,8 @@
 
 What backward reads of forward is saved, except values that follow from parameters alone (casts, gathers, views of weights): those are
 made again in backward right before their first use, which is what `reshard_after_forward` means for a gathered
-parameter. Graph inputs that backward needs itself (parameter shards, coordinates, seed) are passed to it again, not saved.
+parameter, and so are the calls of ops that are to be recomputed (see `recompute`). Graph inputs that backward needs itself (parameter
+shards, coordinates, seed) are passed to it again, not saved.
 
 Requires: meta["direction"] on every node. Provides: two graphs; every backward placeholder is a saved value, a tangent, or a role of the
 joint graph. Bitwise.
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.capture import Role
+from autopar.passes.recompute import made_again
 from autopar.passes.shard import Sharded
 
 
@@ -35,7 +37,8 @@ class Parts:
 _GRADS = ("grad", "input_grad")
 
 
-def partition(sharded: Sharded, *, reshard_after_forward: bool = True) -> Parts:
+def partition(sharded: Sharded, *, reshard_after_forward: bool = True, recompute: frozenset[str] = frozenset()) -> Parts:
+    """recompute: names of ops whose results backward makes again instead of reading what forward saved."""
     gm = sharded.gm
     nodes = list(gm.graph.nodes)
     places = [n for n in nodes if n.op == "placeholder"]
@@ -45,23 +48,25 @@ def partition(sharded: Sharded, *, reshard_after_forward: bool = True) -> Parts:
     bw_results = [(r, n) for r, n in zip(sharded.outputs, results, strict=True) if r.kind in _GRADS]
     backward_nodes = [n for n in nodes if n.op == "call_function" and n.meta["direction"] == "backward"]
     is_backward = set(backward_nodes)
-    again = _recomputable(nodes, role_of, is_backward, reshard_after_forward)
+    again = made_again(nodes, role_of, recompute, reshard_after_forward=reshard_after_forward)
 
     saved: dict[fx.Node, None] = {}
     used: dict[fx.Node, None] = {}  # graph inputs (and constants) that backward reads
     seen: set[fx.Node] = set()
 
     def need(n: fx.Node) -> None:
-        if n in seen or n in is_backward:
-            return
-        seen.add(n)
-        if n.op in ("placeholder", "get_attr") and not (n.op == "placeholder" and role_of[n].kind in ("input", "buffer")):
-            used[n] = None
-        elif n in again:
-            for a in n.all_input_nodes:
-                need(a)
-        else:
-            saved[n] = None
+        todo = [n]
+        while todo:
+            n = todo.pop()
+            if n in seen or n in is_backward:
+                continue
+            seen.add(n)
+            if n.op in ("placeholder", "get_attr") and not (n.op == "placeholder" and role_of[n].kind in ("input", "buffer")):
+                used[n] = None
+            elif n in again:
+                todo += n.all_input_nodes
+            else:
+                saved[n] = None
 
     for n in backward_nodes:
         for a in n.all_input_nodes:
@@ -81,19 +86,6 @@ def partition(sharded: Sharded, *, reshard_after_forward: bool = True) -> Parts:
         forward, fw_inputs, tuple(r for r, _ in fw_results), tuple(n.name for n in kept),
         backward, tuple(role_of[n] for n in bw_places), tuple(r for r, _ in bw_results),
     )  # fmt: skip
-
-
-def _recomputable(nodes: list[fx.Node], role_of: dict[fx.Node, Role], is_backward: set[fx.Node], gathers: bool) -> set[fx.Node]:
-    """Forward nodes that depend on parameters and coordinates only."""
-    out: set[fx.Node] = set()
-    for n in nodes:
-        if n.op != "call_function" or n in is_backward or not n.all_input_nodes:
-            continue
-        if "c10d" in str(n.target) and not gathers:
-            continue
-        if all(a in out or (a in role_of and role_of[a].kind in ("param", "coordinate")) for a in n.all_input_nodes):
-            out.add(n)
-    return out
 
 
 def _copy(target: fx.Graph, n: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -137,12 +129,16 @@ def _backward(
         env[n] = new
 
     def bring(n: fx.Node) -> None:
-        if n in env:
-            return
-        assert n in again or n.op == "get_attr", n
-        for a in n.all_input_nodes:
-            bring(a)
-        env[n] = _copy(graph, n, env)
+        todo = [n]  # no recursion: a chain may be as long as the model is deep
+        while todo:
+            n = todo[-1]
+            missing = [] if n in env else [a for a in n.all_input_nodes if a not in env]
+            todo += reversed(missing)
+            if not missing:
+                if n not in env:
+                    assert n in again or n.op == "get_attr", n
+                    env[n] = _copy(graph, n, env)
+                todo.pop()
 
     needed = _closure([n for n in results if isinstance(n, fx.Node)])
     for n in nodes:

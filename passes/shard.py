@@ -7,7 +7,8 @@ same op on local operands, or its local lowering. Gradients are brought to their
 where their last contribution is computed, so that only one is whole at a time.
 
 Rank-neutral: coordinates and random counters are graph inputs, groups have names that are the same on every rank.
-Requires: plan for every op of the graph. Provides: local shapes, `meta["direction"]` on every node. Bitwise per shard.
+Requires: plan for every op of the graph. Provides: local shapes, `meta["direction"]` and `meta["op"]` (the op it is emitted for) on every
+node. Bitwise per shard.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class _Sharder:
         self.versions: dict[str, dict[Placement, fx.Node]] = {}
         self.primary: dict[str, Placement] = {}
         self.direction = "forward"
+        self.current = ""  # the op being emitted, or "grad.<parameter>": `meta["op"]` of every node
         self.collectives: list[CollectiveUse] = []
         self.traces: dict[Any, fx.GraphModule] = {}
         self.random_ops = 0
@@ -108,8 +110,11 @@ class _Sharder:
         vals = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with self.mode:
             node.meta["val"] = target(*vals[0], **vals[1])
-        node.meta["direction"] = self.direction
+        self.stamp(node)
         return node
+
+    def stamp(self, node: fx.Node) -> None:
+        node.meta["direction"], node.meta["op"] = self.direction, self.current
 
     def trace(self, fn: Callable[..., Any], nodes: Sequence[fx.Node], key: Any) -> Any:
         """Inlines `fn(*nodes)`, written in torch ops; equal keys and operand layouts are traced once."""
@@ -136,7 +141,7 @@ class _Sharder:
                 args, kwargs = fx.map_arg((n.args, n.kwargs), lambda m: env[m])
                 new = self.out.call_function(n.target, tuple(args), dict(kwargs))
                 new.meta["val"] = n.meta["val"]
-                new.meta["direction"] = self.direction
+                self.stamp(new)
                 env[n] = new
         raise AssertionError("no output")
 
@@ -288,7 +293,7 @@ class _Sharder:
         node = self.versions[name][primary]
         storage_dtype = self.options.storage[param]
         reduce_dtype = self.options.reduce or node.meta["val"].dtype
-        key = f"grad.{param}"
+        key = self.current = f"grad.{param}"
         if node.meta["val"].dtype != reduce_dtype:
             node = self.call(torch.ops.aten._to_copy.default, (node,), {"dtype": reduce_dtype})
         if self.options.accumulated:
@@ -355,7 +360,7 @@ class _Sharder:
             if node.op != "call_function" or _torch.is_getitem(node):
                 continue
             op = by_name[node.name]
-            self.direction = op.direction
+            self.direction, self.current = op.direction, op.name
             for t in op.inputs:
                 if t.name in pending:
                     self.param_entry(*pending.pop(t.name))
@@ -382,7 +387,7 @@ class _Sharder:
                 results.append(None)
             else:
                 name = tensor_name(n)
-                self.direction = "backward" if role.kind == "input_grad" else "forward"
+                self.direction, self.current = "backward" if role.kind == "input_grad" else "forward", "output"
                 placement = Placement.of(self.graph.tensors[name].shape)
                 if role.kind == "output":
                     placement = self.plan.outputs[role.index]

@@ -230,7 +230,10 @@ class Program:
             whole &= min(values[i], 1 - values[i]) < 1e-5
             return values[i] > 0.5
 
-        x = tuple(max(range(len(c.labels)), key=lambda s, i=i: values[self.variable["x", i, s]]) for i, c in enumerate(p.choices))
+        x = tuple(
+            max(range(len(c.labels)), key=[values[self.variable["x", i, s]] for s in range(len(c.labels))].__getitem__)
+            for i, c in enumerate(p.choices)
+        )
         kept = {v: frozenset(n for n in value.fates if on(("y", v, n))) for v, value in enumerate(p.values) if value.fates}
         rerun = frozenset(i for i, r in enumerate(p.reruns) if on(("r", i, x[r.choice])))
         arcs = {}

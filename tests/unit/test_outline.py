@@ -15,7 +15,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autopar import _torch
 from autopar.lower import lower
 from autopar.passes import outline as outline_module
+from autopar.passes.manager import overlap
 from autopar.passes.outline import Outlined, outline
+from autopar.passes.overlap import blocking
 from autopar.passes.repeats import find_repeats
 from tests.models import ZOO
 from tests.spmd.simulate import fake_world, prepare, simulated
@@ -229,6 +231,20 @@ def test_models(name: str, depth: int, stacks: int, monkeypatch: pytest.MonkeyPa
             want = whole(*saved, *inputs)
             assert _equal(out.gm(*saved, *inputs), want)
         saved = list(want[len(s.parts.forward_outputs) :])
+
+
+@pytest.mark.parametrize(("name", "layout"), [("llama", "fsdp"), ("gpt2", "fsdp+tp")])
+def test_overlapped_models(name: str, layout: str) -> None:
+    """Collectives a layer ahead and behind cost no folding, and stand between the bodies with both halves."""
+    p = prepare(ZOO[name].build(5).train(), ZOO[name].inputs(4, 8))
+    with fake_world(4):
+        s = simulated(p, {"dp": 4} if layout == "fsdp" else {"dp": 2, "tp": 2}, layout)
+    moved = overlap(s.parts, "sim")
+    for before, after in ((s.parts.forward, moved.forward), (s.parts.backward, moved.backward)):
+        plain, out = (outline(gm, s.captured.fake_mode) for gm in (before, after))
+        assert (out.layers, out.distinct) == (plain.layers, plain.distinct) and out.distinct == 1 and out.layers >= 3
+        assert [_halves(g) for g in _graphs(out)] == [0] * len(_graphs(out))
+        assert layout != "fsdp" or blocking(out.gm) <= 2
 
 
 # ---- eager ---------------------------------------------------------------------------------------------------------

@@ -16,6 +16,16 @@ from autopar.solver.solve import Infeasible, Limits, Solution, solve
 EXACT = Limits(gap=1e-9, seconds=60)
 
 
+def _end(g: random.Random, choices: tuple[Choice, ...], nodes: int, none: bool = False) -> End:
+    c = g.randrange(len(choices))
+    return End(c, tuple(g.choice([*range(nodes), NONE] if none else range(nodes)) for _ in choices[c].labels))
+
+
+def _ring(g: random.Random, nodes: int, stage: int) -> tuple[Arc, ...]:
+    """So that only memory can make it infeasible."""
+    return tuple(Arc(i, (i + 1) % nodes, {2 * stage + g.randint(0, 1): g.uniform(0, 1)}) for i in range(nodes))
+
+
 def random_problem(seed: int) -> Problem:
     """Two or three choices, one or two values with two or three placements, fates, a rerun, two memory rows."""
     g = random.Random(seed)
@@ -29,17 +39,8 @@ def random_problem(seed: int) -> Problem:
     for v in range(g.randint(1, 2)):
         nodes = g.randint(2, 3)
 
-        def end(none: bool = False) -> End:
-            c = g.randrange(len(choices))
-            picks = [*range(nodes), NONE] if none else list(range(nodes))
-            return End(c, tuple(g.choice(picks) for _ in choices[c].labels))
-
-        def arcs(stage: int) -> tuple[Arc, ...]:
-            ring = [(i, (i + 1) % nodes) for i in range(nodes)]  # so that only memory can make it infeasible
-            return tuple(Arc(i, j, {2 * stage + g.randint(0, 1): g.uniform(0, 1)}) for i, j in ring)
-
-        forward = Flow(arcs(0), (end(),), (end(True),))
-        backward = Flow(arcs(1), (), (end(True),)) if g.random() < 0.7 else None
+        forward = Flow(_ring(g, nodes, 0), (_end(g, choices, nodes),), (_end(g, choices, nodes, True),))
+        backward = Flow(_ring(g, nodes, 1), (), (_end(g, choices, nodes, True),)) if g.random() < 0.7 else None
         fates = tuple(range(g.randint(1, nodes))) if backward else ()
         values.append(Value(f"v{v}", tuple(map(str, range(nodes))), forward, backward, fates))
     for v, value in enumerate(values):
