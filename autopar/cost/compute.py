@@ -1,0 +1,91 @@
+"""FLOPs of one rank's share of a compute-heavy op, from the op's rule: a product of local loop sizes.
+
+    matmul      2 x product of all loops                                 m k, k n -> m n:  2 m k n
+    attention   2 b h q s (e + d), half of it causal; backward 2.5 times   (five products for two: Dao et al., FlashAttention-2)
+    conv        2 x product of n, channels, kernel and the positions where the kernel is put; backward: as much for dx and for dW
+    moe         2 m k n, a rank with a share of the experts having that share of the rows (experts equally busy); backward twice
+
+A multiply-add counts as two; complex numbers count as four real products.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from autopar.graph import Op
+from autopar.mesh import Mesh
+from autopar.rules.grammar import Rule
+from autopar.rules.strategy import Strategy
+
+HEAVY = ("matmul", "attention", "conv", "moe")  # kinds priced by FLOPs; all others by the bytes they move
+ATTENTION_BACKWARD = 2.5
+
+
+def local_sizes(rule: Rule, strategy: Strategy, mesh: Mesh) -> dict[str, int]:
+    """Sizes of the loops on one rank: global / product of the axes that split them, rounded up."""
+    width: dict[str, int] = {}
+    for axis, (letter, _) in strategy.items():
+        width[letter] = width.get(letter, 1) * mesh.axis_size(axis)
+    return {x: -(-f.size // width.get(x, 1)) for x, f in rule.factors.items()}
+
+
+def flops(op: Op, rule: Rule, strategy: Strategy, mesh: Mesh) -> float:
+    """FLOPs on one rank; zero for kinds that are not in HEAVY."""
+    if rule.kind not in HEAVY or rule.is_fallback:
+        return 0.0
+    n = local_sizes(rule, strategy, mesh)
+    total = {"matmul": _matmul, "attention": _attention, "conv": _conv, "moe": _moe}[rule.kind](op, rule, n)
+    return total * (4 if compute_dtype(op).startswith("complex") else 1)
+
+
+def compute_dtype(op: Op) -> str:
+    """The dtype the products are made in: that of the first operand which is no integer."""
+    inputs = op.inputs
+    return next((t.dtype for t in inputs if t.dtype.startswith(("float", "bfloat", "complex"))), inputs[0].dtype if inputs else "float32")
+
+
+def _matmul(op: Op, rule: Rule, n: Mapping[str, int]) -> float:
+    return 2.0 * math.prod(n.values())
+
+
+def _attention(op: Op, rule: Rule, n: Mapping[str, int]) -> float:
+    pairs = float(n["b"] * n["g"] * n["r"] * n["q"] * n["s"])
+    each = 2.0 * pairs * (n["e"] + n["d"]) * _seen(op, rule, n)
+    return each * (ATTENTION_BACKWARD if is_backward(op) else 1)
+
+
+def is_backward(op: Op) -> bool:
+    return "_backward" in op.target
+
+
+def _seen(op: Op, rule: Rule, n: Mapping[str, int]) -> float:
+    """The share of (query, key) pairs that is computed.
+
+    The kernels skip what causality hides, half of a square, only where they are told of it: with a bias, or with queries that are
+    a rank's part of all, it comes as a mask, and all pairs are computed.
+    """
+    backward = is_backward(op)
+    bias, causal, index = (op.arg(i) for i in ((6, 7, 9) if backward else (3, 4, 6)))
+    if not causal or bias is not None or index is not None or n["q"] != rule.factors["q"].size:
+        return 1.0
+    q, s = n["q"], n["s"]
+    if not q or not s:
+        return 0.0
+    return q / (2 * s) if q <= s else 1 - s / (2 * q)
+
+
+def _conv(op: Op, rule: Rule, n: Mapping[str, int]) -> float:
+    """A transposed convolution puts its kernel at every pixel of the input, an ordinary one at every pixel of the output."""
+    backward = is_backward(op)
+    transposed = bool(op.arg(7 if backward else 6))
+    elsewhere = "t" if transposed else "s"
+    each = 2.0 * math.prod(v for x, v in n.items() if not x.startswith(elsewhere))
+    return each * sum(map(bool, op.arg(10)[:2])) if backward else each
+
+
+def _moe(op: Op, rule: Rule, n: Mapping[str, int]) -> float:
+    """`e` numbers the experts and `o` their offsets: neither is a loop of the product."""
+    share = n["e"] / max(rule.factors["e"].size, 1)
+    each = 2.0 * share * math.prod(v for x, v in n.items() if x not in ("e", "o"))
+    return each * (2 if is_backward(op) else 1)

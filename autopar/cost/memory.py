@@ -1,0 +1,71 @@
+"""Which tensors an op reads from device memory and which it writes, taken by itself. `fusion.py` says what remains of it in company.
+
+views                  nothing: another look at the same memory
+constants, `x_like`    read nothing; uninitialised memory is not written either
+lookups                of the table only the rows that are asked for
+everything else        every distinct operand once, every output once
+"""
+
+from __future__ import annotations
+
+import math
+
+from autopar.graph import DTYPE_BYTES, Op, Tensor
+from autopar.mesh import Mesh
+from autopar.placement import Placement
+from autopar.rules.grammar import Rule
+
+# Of the ops whose rule is a view's, those that write a tensor of their own.
+_COPIES = """
+    clone copy lift_fresh_copy repeat slice_backward slice_scatter split_with_sizes_copy cat stack select_backward select_scatter
+    constant_pad_nd flip roll unfold_backward diagonal_backward im2col col2im as_strided_scatter pixel_shuffle pixel_unshuffle
+"""
+COPIES = frozenset(_COPIES.split())
+LOOKUPS = frozenset(("embedding", "gather", "index_select", "index", "_unsafe_index"))
+
+
+def base_name(op: Op) -> str:
+    """mm, of aten.mm.default."""
+    return op.target.split(".")[1] if "." in op.target else op.target
+
+
+def is_view(op: Op, rule: Rule) -> bool:
+    """Whether the op's result is another look at its first operand's memory, and so free."""
+    return rule.kind == "view" and base_name(op) not in COPIES
+
+
+def reads(op: Op) -> tuple[Tensor, ...]:
+    """Distinct tensors whose contents matter."""
+    name = base_name(op)
+    if name.endswith("_like") or name.startswith("new_"):
+        return ()
+    return tuple({t.name: t for t in op.inputs}.values())
+
+
+def writes(op: Op) -> tuple[Tensor, ...]:
+    name = base_name(op)
+    if name.startswith(("empty", "new_empty")):
+        return ()
+    return tuple(o for o in op.outputs if o is not None)
+
+
+def local_bytes(t: Tensor, at: Placement, mesh: Mesh) -> float:
+    """Bytes of one rank's part of `t`."""
+    return float(math.prod(at.local_shape(mesh)) * DTYPE_BYTES.get(t.dtype, 4))
+
+
+def moved_bytes(
+    op: Op,
+    ins: tuple[Placement, ...],
+    outs: tuple[Placement | None, ...],
+    mesh: Mesh,
+    read: frozenset[str],
+    written: frozenset[str],
+) -> float:
+    """Bytes that one rank reads of the tensors named `read` and writes of those named `written`."""
+    held = {t.name: local_bytes(t, p, mesh) for t, p in zip(op.inputs, ins, strict=True)}
+    made = {t.name: local_bytes(t, p, mesh) for t, p in zip(op.outputs, outs, strict=True) if t is not None and p is not None}
+    if base_name(op) in LOOKUPS:
+        table = op.inputs[0].name
+        held[table] = min(held[table], sum(made.values()))
+    return sum(b for t, b in held.items() if t in read) + sum(b for t, b in made.items() if t in written)

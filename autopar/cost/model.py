@@ -1,0 +1,103 @@
+"""`Cost`: seconds of ops, collectives, copies and the optimizer on one rank of a cluster.
+
+    products              launch + FLOPs / (g P) + rho bytes / (eta B)     P peak, B memory bandwidth, both of the device
+    attention             launch + max( FLOPs / (g P), bytes / (eta B) )
+    everything else       launch + bytes / (eta B)                          bytes: what is left of it after fusion
+    views                 0
+
+g, eta and rho are the cluster's fitted constants. What is priced is LOCAL work: collectives are priced by `collective`, those inside a local
+lowering too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.cluster import Cluster
+from autopar.cost import compute, links, memory
+from autopar.cost.fusion import Fused
+from autopar.cost.links import CollectiveCost
+from autopar.errors import MeshError
+from autopar.graph import Op
+from autopar.mesh import Mesh
+from autopar.placement import Placement
+from autopar.rules.grammar import Rule
+from autopar.rules.strategy import Strategy
+
+# Mixed-precision AdamW, one fused pass: reads gradient, parameter and two moments (16 bytes), writes three of them (12), and the
+# parameter in half precision (2). Fitted form: psi (30 / D + 6) bytes for psi parameters whose state is split over D ranks.
+ADAMW_BYTES = 30.0
+# Per element that a rank holds whole, whoever updates it: clearing its gradient (4) and reading it in half precision (2).
+WHOLE_BYTES = 6.0
+
+
+@dataclass(frozen=True)
+class OpCost:
+    """seconds on one rank; flops of products (zero for other ops); bytes to and from device memory."""
+
+    seconds: float
+    flops: float
+    bytes: float
+
+
+FREE = OpCost(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Prices on `cluster`, whose devices `mesh` arranges. fused: what memory-bound ops read and write in company (`fusion.fused`);
+    ops that it does not name are taken by themselves."""
+
+    cluster: Cluster
+    mesh: Mesh
+    fused: Fused | None = None
+
+    def __post_init__(self) -> None:
+        if self.mesh.size > self.cluster.size:
+            have, want = self.cluster.size, self.mesh.size
+            raise MeshError(
+                f"The mesh has {want} devices, the cluster {have}", where=self.cluster.name, fix="name a larger cluster or a smaller mesh"
+            )
+
+    def op(self, op: Op, rule: Rule, strategy: Strategy, ins: tuple[Placement, ...], outs: tuple[Placement | None, ...]) -> OpCost:
+        """One run of `op` under `strategy` with its operands and outputs so placed (one placement for each of `op.inputs`)."""
+        if memory.is_view(op, rule):
+            return FREE
+        d = self.cluster.device
+        flops = compute.flops(op, rule, strategy, self.mesh)
+        read = frozenset(t.name for t in memory.reads(op))
+        written = frozenset(t.name for t in memory.writes(op))
+        launches = bool(written)
+        if rule.kind not in compute.HEAVY and self.fused is not None and op.name in self.fused:
+            read, written, launches = self.fused[op.name]
+        moved = memory.moved_bytes(op, ins, outs, self.mesh, read, written)
+        memory_s = self._memory_s(moved)
+        if rule.kind == "attention":
+            reached = d.attention_backward_efficiency if compute.is_backward(op) else d.attention_forward_efficiency
+            busy_s = max(flops / (reached * d.peak(compute.compute_dtype(op))), memory_s)
+        elif flops:
+            busy_s = flops / (d.matmul_efficiency * d.peak(compute.compute_dtype(op))) + d.matmul_memory_overlap * memory_s
+        else:
+            busy_s = memory_s
+        return OpCost(d.launch_s * launches + busy_s, flops, moved)
+
+    def collective(self, kind: str, axes: tuple[str, ...], wire_bytes: float) -> CollectiveCost:
+        """kind: "all_gather" | "reduce_scatter" | "all_reduce" | "all_to_all" | "slice"; wire_bytes: what a rank sends."""
+        return links.collective(self.cluster, self.mesh, kind, axes, wire_bytes)
+
+    def optimizer_s(self, elements: float, bytes_per_element: float = ADAMW_BYTES, whole_elements: float = 0.0) -> float:
+        """One step of the optimizer, memory-bound.
+
+        elements: parameters this rank updates (psi / D); whole_elements: those whose gradient it holds whole (psi).
+        torch's foreach AdamW goes through memory once for every formula: about 80 bytes an element.
+        """
+        return self._memory_s(bytes_per_element * elements + WHOLE_BYTES * whole_elements)
+
+    def host_s(self, nbytes: float) -> float:
+        """A copy of `nbytes` between device and pinned host memory, either way."""
+        link = self.cluster.host
+        return link.latency_s + nbytes / link.reached_Bps if nbytes else 0.0
+
+    def _memory_s(self, nbytes: float) -> float:
+        d = self.cluster.device
+        return nbytes / (d.memory_efficiency * d.memory_bandwidth_Bps)
