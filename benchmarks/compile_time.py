@@ -14,13 +14,14 @@ import argparse
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from benchmarks.record import write
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -87,8 +88,6 @@ def main() -> None:
     if a.child is not None:
         print(json.dumps(measure(a)))
         return
-    import torch
-
     depths = [int(x) for x in a.layers.split(",")]
     runs: list[dict[str, Any]] = []
     for layers in depths:
@@ -103,15 +102,7 @@ def main() -> None:
                 )
     best = {d: min(r["lowering_s"] for r in runs if r["layers"] == d) for d in depths}
     print(f"lowering {depths[-1]} layers takes {best[depths[-1]] / best[depths[0]]:.2f} x the time of {depths[0]}")
-    if a.out:
-        result = {
-            "command": " ".join(["python -m benchmarks.compile_time", *sys.argv[1:]]),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "device": f"{platform.machine()}, {os.cpu_count()} cores",
-            "runs": runs,
-        }
-        a.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(a.out, "python -m benchmarks.compile_time", {"runs": runs})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Peak resident memory of initialising a Llama that is built on the meta device, against the bytes of a rank's shards.
 
-    torchrun --nproc-per-node 4 benchmarks/init_memory.py                                          1.1 B parameters, 4.5 GB of float32 in all
-    torchrun --nproc-per-node 4 benchmarks/init_memory.py --hidden 1024 --layers 10 --vocab 16000
+    torchrun --nproc-per-node 4 -m benchmarks.init_memory                                          1.1 B parameters, 4.5 GB of float32 in all
+    torchrun --nproc-per-node 4 -m benchmarks.init_memory --hidden 1024 --layers 10 --vocab 16000
 
 Rank 0 prints one JSON object; `ratio` is the largest of any rank. What Python, torch and a first, tiny model take is the baseline and not counted.
 """
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autopar.init import materialize
+from benchmarks.record import write
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -76,12 +77,14 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--vocab", type=int, default=32000)
+    parser.add_argument("--out", type=Path, help="where to write the result (JSON)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     result = measure(init_device_mesh("cpu", (dist.get_world_size(),)), args.hidden, args.layers, args.vocab)
     if dist.get_rank() == 0:
         print(json.dumps(result))
+        write(args.out, f"torchrun --nproc-per-node {dist.get_world_size()} -m benchmarks.init_memory", result)
     dist.destroy_process_group()
 
 
