@@ -1,0 +1,365 @@
+"""Ops whose choice follows another's are one cluster: the integer program chooses once for all of them.
+
+- A cheap op follows the operand it mostly reads, if it can run on every placement that operand may have, without communication.
+- The products of a backward follow their forward product: the same loops, split the same way.
+- Views and casts of parameters follow who uses them.
+All else leads a cluster of its own, with every strategy its rule allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopar.formulate.cuts import letter_cuts
+from autopar.formulate.options import OpStrategy, strategies
+from autopar.graph import Graph, Op, Tensor
+from autopar.mesh import Mesh
+from autopar.placement import Placement
+from autopar.rules.grammar import Rule
+from autopar.rules.strategy import is_legal, letter_at, placements, right_of
+
+DEPTH = 6  # how many cheap ops a reduction is looked for
+
+
+@dataclass
+class Cluster:
+    """leader: the op that names it; size: how many strategies; members: op -> its strategy under each of the cluster's."""
+
+    leader: str
+    size: int
+    labels: tuple[str, ...]
+    members: dict[str, list[OpStrategy]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """of: op -> index of its cluster. want, made: op -> per strategy, placements of operands and outputs.
+
+    chain: tensors that follow from one parameter alone -> (the parameter's tensor, ops from it).
+    """
+
+    clusters: list[Cluster]
+    of: dict[str, int]
+    want: dict[str, list[tuple[Placement, ...]]]
+    made: dict[str, list[tuple[Placement | None, ...]]]
+    chain: dict[str, tuple[str, tuple[Op, ...]]]
+
+
+def clusters(graph: Graph, rules: Mapping[str, Rule], mesh: Mesh) -> Clusters:
+    return _Builder(graph, rules, mesh).run()
+
+
+class _Builder:
+    def __init__(self, graph: Graph, rules: Mapping[str, Rule], mesh: Mesh) -> None:
+        self.graph, self.rules, self.mesh = graph, rules, mesh
+        self.cuts = letter_cuts(graph, rules)
+        self.maker = {t.name: (op, i) for op in graph.ops for i, t in enumerate(op.outputs) if t is not None}
+        self.readers: dict[str, list[Op]] = {}
+        for op in graph.ops:
+            for t in dict.fromkeys(op.inputs):
+                self.readers.setdefault(t.name, []).append(op)
+        self.chain: dict[str, tuple[str, tuple[Op, ...]]] = {t.name: (t.name, ()) for t in graph.params.values()}
+        self.clusters: list[Cluster] = []
+        self.of: dict[str, int] = {}
+        self.want: dict[str, list[tuple[Placement, ...]]] = {}
+        self.made: dict[str, list[tuple[Placement | None, ...]]] = {}
+        self.forward_heavy = [op for op in graph.ops if op.direction == "forward" and rules[op.name].is_heavy]
+
+    def run(self) -> Clusters:
+        waiting: list[Op] = []
+        for op in self.graph.ops:
+            if self.is_chain(op):
+                first = op.inputs[0].name
+                self.chain[op.out.name] = (self.chain[first][0], (*self.chain[first][1], op))
+                waiting.append(op)
+        chained = {op.name for op in waiting}
+        for op in self.graph.ops:
+            if op.name not in chained:
+                self.place(op)
+        for op in reversed(waiting):
+            self.follow_reader(op)
+        return Clusters(self.clusters, self.of, self.want, self.made, self.chain)
+
+    def is_chain(self, op: Op) -> bool:
+        rule = self.rules[op.name]
+        return (
+            len(op.inputs) == 1 and op.inputs[0].name in self.chain and len(op.outputs) == 1 and op.outputs[0] is not None
+            and rule.kind in ("view", "cheap") and not rule.is_fallback and not any(f.reduce for f in rule.factors.values())
+        )  # fmt: skip
+
+    # ---- members ---------------------------------------------------------------------------------------------
+
+    def place(self, op: Op) -> None:
+        rule = self.rules[op.name]
+        if rule.is_heavy or rule.kind in ("loss", "norm"):
+            if op.direction == "backward" and self.tie(op):
+                return
+            self.lead(op)
+            return
+        if not self.joins_streams(op):
+            for i in self.leaders_of(op):
+                if self.follow(op, i):
+                    return
+        self.lead(op)
+
+    def joins_streams(self, op: Op) -> bool:
+        """A sum of tensors of different clusters (a residual, a gradient): where a Partial is reduced is decided here."""
+        rule = self.rules[op.name]
+        made = {
+            self.of.get(self.maker[t.name][0].name)
+            for t in op.inputs
+            if t.name in self.maker and t.numel > 1 and t.shape == op.inputs[0].shape
+        }
+        return len(op.inputs) > 1 and frozenset(range(len(op.inputs))) in rule.linear and len(made - {None}) > 1
+
+    def leaders_of(self, op: Op) -> list[int]:
+        """Operands to follow, best first: in backward what forward saved, then the largest."""
+        seen: list[tuple[bool, int, int]] = []
+        for i, t in enumerate(op.inputs):
+            if t.name in self.maker and self.maker[t.name][0].name in self.of:
+                saved = op.direction == "backward" and self.maker[t.name][0].direction == "forward"
+                seen.append((not saved or not any(o is not None and o.shape == t.shape for o in op.outputs), -t.numel, i))
+        return [i for _, _, i in sorted(seen)]
+
+    def follow(self, op: Op, index: int) -> bool:
+        maker, output = self.maker[op.inputs[index].name]
+        cluster = self.of[maker.name]
+        out = []
+        for s in range(self.clusters[cluster].size):
+            p = self.made[maker.name][s][output]
+            found = None if p is None else self.on(op, index, p)
+            if found is None:
+                return False
+            out.append(found)
+        return self.join(op, cluster, out)
+
+    def on(self, op: Op, index: int, p: Placement) -> OpStrategy | None:
+        """How `op` runs on operand `index` placed at `p`, None if it cannot."""
+        rule = self.rules[op.name]
+        split: dict[str, tuple[str, int]] = {}
+        for axis, at in p.where.items():
+            found = letter_at(rule.inputs[index], at, self.mesh.axis_size(axis), rule)
+            if found is None or not rule.factors[found[0]].split:
+                return None
+            if (
+                rule.kind != "view"
+                and op.direction == "forward"
+                and any(o is not None and not any(found[0] in d for d in o) for o in rule.outputs)
+            ):
+                return None  # a reduction of what forward goes on with: its own decision
+            split[axis] = found
+        passes = frozenset({index}) in rule.linear and len(op.inputs) == 1 and all(r == "sum" for _, r in p.partial)
+        return OpStrategy.of(split, {a: frozenset({index}) for a, _ in p.partial} if passes else None)
+
+    def join(self, op: Op, cluster: int, chosen: list[OpStrategy]) -> bool:
+        rule = self.rules[op.name]
+        if not all(is_legal(rule, dict(s.split), self.mesh) for s in set(chosen)):
+            return False
+        want, made = self.put(op, chosen)
+        self.of[op.name] = cluster
+        self.clusters[cluster].members[op.name] = chosen
+        self.want[op.name], self.made[op.name] = want, made
+        return True
+
+    def put(self, op: Op, chosen: list[OpStrategy]) -> tuple[list[tuple[Placement, ...]], list[tuple[Placement | None, ...]]]:
+        rule = self.rules[op.name]
+        ins = tuple(t.shape for t in op.inputs)
+        outs = tuple(None if t is None else t.shape for t in op.outputs)
+        known = {s: placements(rule, dict(s.split), ins, outs, dict(s.partial)) for s in dict.fromkeys(chosen)}
+        return [known[s][0] for s in chosen], [known[s][1] for s in chosen]
+
+    def lead(self, op: Op) -> None:
+        rule = self.rules[op.name]
+        summed: set[str] = set()
+        for i, t in enumerate(op.inputs if op.direction == "backward" else ()):
+            axes: set[str] = set()
+            if t.name in self.maker and self.maker[t.name][0].name in self.of:
+                maker, output = self.maker[t.name]
+                axes = {a for m in self.made[maker.name] if (p := m[output]) is not None for a, r in p.partial if r == "sum"}
+            summed = axes if i == 0 else summed & axes
+        found = strategies(op, rule, self.mesh, self.cuts, sorted(summed), self.reduced(op))
+        found = [s for s in found if is_legal(rule, dict(s.split), self.mesh)]
+        self.clusters.append(Cluster(op.name, len(found), tuple(s.label for s in found)))
+        joined = self.join(op, len(self.clusters) - 1, found)
+        assert joined, op
+
+    def reduced(self, op: Op) -> frozenset[str]:
+        """Letters of a cheap op that a cheap op after it reduces (a norm's mean): split, every rank would wait for a sum."""
+        rule = self.rules[op.name]
+        if rule.is_heavy or op.direction == "backward":
+            return frozenset()
+        return frozenset(
+            x for x in rule.factors for t, dims in zip(op.outputs, rule.outputs, strict=True) for d, group in enumerate(dims or ())
+            if t is not None and group == (x,) and self.is_reduced(t.name, d, DEPTH)
+        )  # fmt: skip
+
+    def is_reduced(self, name: str, dim: int, depth: int) -> bool:
+        for op in self.readers.get(name, ()) if depth else ():
+            rule = self.rules[op.name]
+            if op.direction == "backward" or rule.is_heavy or rule.kind == "loss":
+                continue
+            i = next(i for i, t in enumerate(op.inputs) if t.name == name)
+            for x in rule.inputs[i][dim]:
+                for t, dims in zip(op.outputs, rule.outputs, strict=True):
+                    at = [d for d, group in enumerate(dims or ()) if x in group]
+                    if t is not None and (not at or self.is_reduced(t.name, at[0], depth - 1)):
+                        return True
+        return False
+
+    # ---- backward products follow forward's ------------------------------------------------------------------
+
+    def tie(self, op: Op) -> bool:
+        for f in self.forward_of(op):
+            letters = self.letters(op, f)
+            if letters is None:
+                continue
+            chosen = []
+            for s in self.clusters[self.of[f.name]].members[f.name]:
+                mapped = {a: (letters[x], stride) for a, (x, stride) in s.split if x in letters}
+                if len(mapped) < len(s.split) or s.partial:
+                    break
+                chosen.append(OpStrategy.of(mapped))
+            else:
+                if self.join(op, self.of[f.name], chosen):
+                    return True
+        return False
+
+    def forward_of(self, op: Op) -> list[Op]:
+        """Forward ops that `op` may be the backward of, best first: it makes the gradient of their parameter, or reads their operands."""
+        mine = {self.base(t.name) for t in op.inputs}
+        target = self.gradient_of(op)
+        out = []
+        for f in self.forward_heavy:
+            if f.name not in self.of or self.rules[f.name].kind != self.rules[op.name].kind:
+                continue
+            bases = {self.base(t.name) for t in f.inputs}
+            shared = len(mine & bases)
+            params = {b for b in bases if b in {t.name for t in self.graph.params.values()}}
+            if target is not None:
+                if target in bases:
+                    out.append((0, -shared, f))
+            elif mine & params or (shared and not params):
+                out.append((1, -shared, f))
+        return [f for _, _, f in sorted(out, key=lambda e: e[:2])]
+
+    def base(self, name: str) -> str:
+        """The tensor that `name` is a view or cast of."""
+        while name in self.maker:
+            op = self.maker[name][0]
+            if self.rules[op.name].kind != "view" or len(op.inputs) != 1:
+                break
+            name = op.inputs[0].name
+        return self.chain[name][0] if name in self.chain else name
+
+    def gradient_of(self, op: Op) -> str | None:
+        """The parameter whose gradient the first output becomes, through views and casts."""
+        grads = {g: self.graph.params[p].name for p, g in self.graph.grads.items()}
+        todo = [t.name for t in op.outputs if t is not None]
+        for _ in range(8):
+            for name in todo:
+                if name in grads:
+                    return grads[name]
+            todo = [r.out.name for name in todo for r in self.readers.get(name, ()) if len(r.inputs) == 1 and r.outputs[0] is not None]
+        return None
+
+    def letters(self, op: Op, f: Op) -> dict[str, str] | None:
+        """Letters of `f` -> letters of `op` that are the same loop."""
+        mine, theirs = self.rules[op.name].factors, self.rules[f.name].factors
+        if self.rules[op.name].kind != "matmul":
+            same = {x: x for x in theirs if x in mine and mine[x].size == theirs[x].size}
+            return same if all(x in same for x, loop in theirs.items() if loop.split and loop.size > 1) else None
+        found: dict[str, str] = {}
+        for i, t in enumerate(op.inputs):
+            for j, u in enumerate(f.inputs):
+                if self.base(t.name) != self.base(u.name):
+                    continue
+                for x in [y for d in self.rules[f.name].inputs[j] for y in d]:
+                    y = self.same_loop(op, i, f, j, x)
+                    if y is not None:
+                        found[x] = y
+        left = [x for x in theirs if x not in found]
+        free = [y for y in mine if y not in found.values()]
+        if len(left) > 1 and len({theirs[x].size for x in left}) < len(left):
+            return None
+        for x in left:
+            same_size = [y for y in free if mine[y].size == theirs[x].size]
+            if len(same_size) != 1:
+                return None
+            found[x] = same_size[0]
+        return found
+
+    def same_loop(self, op: Op, i: int, f: Op, j: int, letter: str) -> str | None:
+        """The letter of op's operand i that is f's `letter` in operand j, both being views of one tensor. Told by where a digit of 2 goes."""
+        rule = self.rules[f.name]
+        dim = next(d for d, x in enumerate(rule.inputs[j]) if letter in x)
+        at: tuple[int, int] | None = (dim, right_of(rule.inputs[j][dim], letter, rule))
+        at = self.down(f.inputs[j].name, at)
+        for view in reversed(self.views(op.inputs[i].name)):
+            at = None if at is None else self.through(view, at)
+        found = None if at is None else letter_at(self.rules[op.name].inputs[i], at, 1, self.rules[op.name])
+        return found[0] if found else None
+
+    def views(self, name: str) -> list[Op]:
+        """The views from the base to `name`, last first."""
+        out = []
+        base = self.base(name)
+        while name != base and name in self.maker:
+            op = self.maker[name][0]
+            out.append(op)
+            name = op.inputs[0].name
+        return out
+
+    def down(self, name: str, at: tuple[int, int]) -> tuple[int, int] | None:
+        """Digit `at` of `name` as a digit of its base."""
+        here: tuple[int, int] | None = at
+        for view in self.views(name):
+            rule = self.rules[view.name]
+            outs = rule.outputs[0]
+            assert outs is not None and here is not None
+            found = letter_at(outs, here, 1, rule)
+            here = None
+            if found:
+                letter, stride = found
+                here = next(((d, stride * right_of(x, letter, rule)) for d, x in enumerate(rule.inputs[0]) if letter in x), None)
+            if here is None:
+                return None
+        return here
+
+    def through(self, view: Op, at: tuple[int, int]) -> tuple[int, int] | None:
+        rule = self.rules[view.name]
+        found = letter_at(rule.inputs[0], at, 1, rule)
+        outs = rule.outputs[0]
+        if found is None or outs is None:
+            return None
+        letter, stride = found
+        return next(((d, stride * right_of(x, letter, rule)) for d, x in enumerate(outs) if letter in x), None)
+
+    # ---- views of parameters ---------------------------------------------------------------------------------
+
+    def follow_reader(self, op: Op) -> None:
+        """A view or cast of a parameter is placed as its first user reads it."""
+        for reader in self.readers.get(op.out.name, ()):
+            if reader.name not in self.of:
+                continue
+            i = next(i for i, t in enumerate(reader.inputs) if t.name == op.out.name)
+            chosen = [self.pulled(op, w[i]) for w in self.want[reader.name]]
+            if all(s is not None for s in chosen) and self.join(op, self.of[reader.name], [s for s in chosen if s is not None]):
+                return
+        self.lead(op)
+
+    def pulled(self, op: Op, p: Placement) -> OpStrategy | None:
+        rule = self.rules[op.name]
+        outs = rule.outputs[0]
+        assert outs is not None
+        split = {}
+        for axis, at in p.where.items():
+            found = letter_at(outs, at, self.mesh.axis_size(axis), rule)
+            if found is None or not rule.factors[found[0]].split:
+                return None
+            split[axis] = found
+        return OpStrategy.of(split)
+
+
+def tensors_of(op: Op) -> list[Tensor]:
+    return [t for t in op.outputs if t is not None]

@@ -1,0 +1,393 @@
+"""Graph + mesh + costs -> the solver's Problem, and back from its Decision to names.
+
+Time. An op's local work goes to the compute account of its direction. A redistribution of an activation blocks: its seconds go to compute and
+to its link. Gathers of parameters and reductions of gradients are issued one layer early or awaited one layer late (`passes.prefetch`,
+`passes.defer`): theirs go to the link alone.
+
+Memory. A row for every position where something is made, forward and backward, and one for the optimizer step:
+parameters and optimizer state as stored, what is kept for backward, what lives at that position, gradients finished so far.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autopar.cost import Cost
+from autopar.formulate.clusters import Clusters, clusters
+from autopar.formulate.storage import Storage, storages
+from autopar.graph import DTYPE_BYTES, Graph, Op, Tensor
+from autopar.mesh import Mesh
+from autopar.placement import Placement
+from autopar.redistribution import Step, redistribute
+from autopar.rules.grammar import Rule
+from autopar.solver.problem import NONE, Account, Arc, Choice, End, Flow, Key, Problem, Rerun, Row, Value
+from autopar.storage import batch_placements
+
+RESOURCES = ("compute", "intra", "inter")
+STAGES = ("forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a plan depends on besides graph, mesh and costs.
+
+    trainable: parameters with gradients. reduce: dtype gradients are reduced in ("" : their own). state_bytes: optimizer state per element.
+    master_bytes: bytes of a stored parameter element.
+    """
+
+    trainable: frozenset[str]
+    reduce: str = ""
+    state_bytes: float = 8.0
+    master_bytes: float = 4.0
+    budget_bytes: float = float("inf")
+
+
+@dataclass
+class Names:
+    """What the Problem's indices mean."""
+
+    clusters: Clusters
+    storage: dict[str, tuple[int, list[Storage]]] = field(default_factory=dict)  # parameter -> (choice, its options)
+    inputs: int = -1
+    input_options: list[tuple[str, ...]] = field(default_factory=list)  # data axes per option
+    value_of: dict[str, int] = field(default_factory=dict)
+    nodes: list[list[Placement]] = field(default_factory=list)  # per value
+    reruns: list[str] = field(default_factory=list)
+
+
+def formulate(graph: Graph, rules: Mapping[str, Rule], mesh: Mesh, cost: Cost, setting: Setting) -> tuple[Problem, Names]:
+    return _Formulator(graph, rules, mesh, cost, setting).run()
+
+
+@dataclass
+class _Wire:
+    """A value being assembled: its nodes, and who touches it."""
+
+    name: str
+    nbytes: float
+    nodes: dict[Placement, int] = field(default_factory=dict)
+    supplies: dict[int, list[End]] = field(default_factory=lambda: {0: [], 1: []})
+    demands: dict[int, dict[End, None]] = field(default_factory=lambda: {0: {}, 1: {}})
+    reads: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    overlaps: bool = False
+    fates: bool = False
+    padded: Placement | None = None
+
+    def node(self, p: Placement) -> int:
+        return self.nodes.setdefault(p, len(self.nodes))
+
+
+class _Formulator:
+    def __init__(self, graph: Graph, rules: Mapping[str, Rule], mesh: Mesh, cost: Cost, setting: Setting) -> None:
+        self.graph, self.rules, self.mesh, self.cost, self.setting = graph, rules, mesh, cost, setting
+        self.cl = clusters(graph, rules, mesh)
+        self.accounts = [Account(s, r) for s in range(len(STAGES)) for r in RESOURCES]
+        self.wires: dict[str, _Wire] = {}
+        self.choices: list[tuple[str, tuple[str, ...], list[dict[int, float]]]] = []
+        self.names = Names(self.cl)
+        self.moves: dict[tuple[Placement, Placement], list[Step] | None] = {}
+        self.param_of = {t.name: n for n, t in graph.params.items()}
+        self.renamed: dict[str, list[int]] = {}
+        self.cl_readers: dict[str, list[Op]] = defaultdict(list)
+        for op in graph.ops:
+            for t in dict.fromkeys(op.inputs):
+                self.cl_readers[t.name].append(op)
+        self.chain_ops = {op.name for _, ops in self.cl.chain.values() for op in ops}
+
+    def account(self, stage: int, resource: str) -> int:
+        return stage * len(RESOURCES) + RESOURCES.index(resource)
+
+    # ---- the whole ---------------------------------------------------------------------------------------------
+
+    def run(self) -> tuple[Problem, Names]:
+        g = self.graph
+        self.cluster_choices()
+        self.fixed = self.choice("fixed", ("",), [{}])
+        self.inputs_choice()
+        for t in (*g.buffers.values(), *g.tangents, *self.constants()):
+            self.supply(t, self.fixed, [Placement.of(t.shape)], both=True)
+        self.storage_choices()
+        reruns: list[tuple[Op, tuple[dict[int, float], ...]]] = []
+        for op in g.ops:
+            self.op(op, reruns)
+        for name in dict.fromkeys([*g.outputs, *g.buffer_updates.values()]):
+            if name:
+                self.wires[name].demands[0][End(self.fixed, (self.wires[name].node(Placement.of(g.tensors[name].shape)),))] = None
+        made_again = [self.rerun(op, times) for op, times in reruns]
+        values = [self.value(w) for w in self.wires.values()]
+        made_again = [self.remapped(r) for r in made_again]
+        self.names.value_of = {n: i for i, n in enumerate(self.wires)}
+        self.names.nodes = [list(w.nodes) for w in self.wires.values()]
+        choices = tuple(Choice(n, labels, tuple(times)) for n, labels, times in self.choices)
+        problem = Problem(STAGES, tuple(self.accounts), choices, tuple(values), tuple(made_again), (), self.setting.budget_bytes)
+        from autopar.formulate.memory import rows  # reads what was assembled here
+
+        return _with_rows(problem, rows(self, problem)), self.names
+
+    def choice(self, name: str, labels: Sequence[str], times: list[dict[int, float]]) -> int:
+        self.choices.append((name, tuple(labels), times))
+        return len(self.choices) - 1
+
+    def constants(self) -> list[Tensor]:
+        made = {t.name for op in self.graph.ops for t in op.outputs if t is not None}
+        given = {t.name for t in (*self.graph.inputs, *self.graph.tangents, *self.graph.params.values(), *self.graph.buffers.values())}
+        return [t for n, t in self.graph.tensors.items() if n not in made and n not in given]
+
+    # ---- choices -------------------------------------------------------------------------------------------------
+
+    def cluster_choices(self) -> None:
+        by_name = {op.name: op for op in self.graph.ops}
+        for c in self.cl.clusters:
+            times: list[dict[int, float]] = [defaultdict(float) for _ in range(c.size)]
+            for name, chosen in c.members.items():
+                op = by_name[name]
+                seconds = self.seconds(op, chosen)
+                a = self.account(op.direction == "backward", "compute")
+                for s in range(c.size):
+                    if seconds[s]:
+                        times[s][a] += seconds[s]
+            self.choice(c.leader, c.labels, [dict(t) for t in times])
+
+    def seconds(self, op: Op, chosen: Sequence[object]) -> list[float]:
+        known: dict[object, float] = {}
+        out = []
+        for s, strategy in enumerate(chosen):
+            if strategy not in known:
+                split = dict(strategy.split)  # type: ignore[attr-defined]
+                known[strategy] = self.cost.op(op, self.rules[op.name], split, self.cl.want[op.name][s], self.cl.made[op.name][s]).seconds
+            out.append(known[strategy])
+        return out
+
+    def inputs_choice(self) -> None:
+        parents = [p for p, n in self.mesh.parents.items() if n > 1]
+        options: dict[tuple[Placement, ...], tuple[str, ...]] = {}
+        for mask in reversed(range(2 ** len(parents))):
+            data = tuple(c for i, p in enumerate(parents) if mask >> i & 1 for c in self.mesh.children(p) if self.mesh.axis_size(c) > 1)
+            options.setdefault(batch_placements(self.graph.inputs, data, self.mesh), data)
+        c = self.choice("inputs", [" ".join(d) or "R" for d in options.values()], [{} for _ in options])
+        self.names.inputs, self.names.input_options = c, list(options.values())
+        for i, t in enumerate(self.graph.inputs):
+            self.supply(t, c, [p[i] for p in options], both=True)
+
+    def storage_choices(self) -> None:
+        for name, t in self.graph.params.items():
+            options = storages(t, self.mesh)
+            a = self.account(2, "compute")
+            trained = name in self.setting.trainable
+            times = []
+            for o in options:
+                mine = math.prod(o.placement.local_shape(self.mesh))
+                times.append({a: self.cost.optimizer_s(mine)} if trained else {})
+            c = self.choice(f"storage of {name}", [o.label for o in options], times)
+            self.names.storage[name] = (c, options)
+            wire = self.wire(t)
+            wire.overlaps = True
+            end = End(c, tuple(wire.node(o.placement) for o in options))
+            wire.supplies[0].append(end)
+            wire.supplies[1].append(end)
+
+    # ---- wires ---------------------------------------------------------------------------------------------------
+
+    def wire(self, t: Tensor) -> _Wire:
+        if t.name not in self.wires:
+            self.wires[t.name] = _Wire(t.name, t.nbytes)
+        return self.wires[t.name]
+
+    def supply(self, t: Tensor, choice: int, places: Sequence[Placement], both: bool = False) -> None:
+        wire = self.wire(t)
+        end = End(choice, tuple(wire.node(p) for p in places))
+        wire.supplies[0].append(end)
+        if both:
+            wire.supplies[1].append(end)
+
+    def op(self, op: Op, reruns: list[tuple[Op, tuple[dict[int, float], ...]]]) -> None:
+        c = self.cl.of[op.name]
+        direction = int(op.direction == "backward")
+        chained = op.outputs[0] is not None and op.outputs[0].name in self.cl.chain
+        for i, t in enumerate(op.inputs):
+            if not chained:
+                self.demand(t, c, [w[i] for w in self.cl.want[op.name]], direction)
+        if chained:
+            return
+        for i, t in enumerate(op.outputs):
+            if t is None:
+                continue
+            places = [m[i] for m in self.cl.made[op.name]]
+            wire = self.wire(t)
+            if t.name in self.graph.grads.values():
+                wire.overlaps = True
+            end = End(c, tuple(wire.node(p) for p in places if p is not None))
+            wire.supplies[direction].append(end)
+            wire.fates = direction == 0
+        for p, grad in self.graph.grads.items():
+            if any(t is not None and t.name == grad for t in op.outputs):
+                choice, options = self.names.storage[p]
+                wire = self.wires[grad]
+                wire.nbytes = self.graph.tensors[grad].numel * self.grad_bytes(p)
+                wire.demands[direction][End(choice, tuple(wire.node(o.placement) for o in options))] = None
+        if direction == 0:
+            a = self.account(1, "compute")
+            seconds = self.seconds(op, self.cl.clusters[c].members[op.name])
+            reruns.append((op, tuple({a: s} if s else {} for s in seconds)))
+
+    def grad_bytes(self, param: str) -> int:
+        dtype = self.setting.reduce or self.graph.params[param].dtype
+        return DTYPE_BYTES[dtype]
+
+    def demand(self, t: Tensor, choice: int, places: Sequence[Placement], direction: int) -> None:
+        """What a chain of views makes of a parameter is asked of the parameter itself."""
+        if t.name in self.cl.chain and self.cl.chain[t.name][1]:
+            base, ops = self.cl.chain[t.name]
+            last = self.cl.made[ops[-1].name]
+            if self.cl.of[ops[-1].name] == choice and [m[0] for m in last] == list(places):
+                # Walk the chain's own placements back to the parameter.
+                places = [w[0] for w in self.cl.want[ops[0].name]]
+            else:
+                places = [self.back(ops, p) for p in places]
+            t = self.graph.params[self.param_of[base]]
+        wire = self.wire(t)
+        wire.demands[direction][End(choice, tuple(wire.node(p) for p in places))] = None
+
+    def back(self, ops: Sequence[Op], p: Placement) -> Placement:
+        from autopar.rules.strategy import letter_at, right_of
+
+        for op in reversed(ops):
+            rule, where = self.rules[op.name], {}
+            outs = rule.outputs[0]
+            assert outs is not None
+            for axis, at in p.where.items():
+                found = letter_at(outs, at, self.mesh.axis_size(axis), rule)
+                if found is not None:
+                    x, stride = found
+                    d = next((d for d, group in enumerate(rule.inputs[0]) if x in group), None)
+                    if d is not None:
+                        where[axis] = (d, stride * right_of(rule.inputs[0][d], x, rule))
+            p = Placement.of(op.inputs[0].shape, where)
+        return p
+
+    # ---- values --------------------------------------------------------------------------------------------------
+
+    def rerun(self, op: Op, times: tuple[dict[int, float], ...]) -> Rerun:
+        c = self.cl.of[op.name]
+        reads = []
+        position = {n: i for i, n in enumerate(self.wires)}
+        for i, t in enumerate(op.inputs):
+            if t.name in self.cl.chain:
+                if self.cl.chain[t.name][1]:
+                    continue  # parameters are at hand in backward; the chain is made again with its reader
+                wire = self.wires[t.name]
+            else:
+                wire = self.wires[t.name]
+            nodes = tuple(wire.node(w[i]) for w in self.cl.want[op.name])
+            wire.reads.append((len(self.names.reruns), nodes))
+            reads.append((position[t.name], nodes))
+        makes = []
+        for i, t in enumerate(op.outputs):
+            if t is not None:
+                wire = self.wires[t.name]
+                makes.append((position[t.name], tuple(wire.node(m[i]) for m in self.cl.made[op.name])))  # type: ignore[arg-type]
+        self.names.reruns.append(op.name)
+        return Rerun(op.name, c, times, tuple(dict.fromkeys(reads)), tuple(makes))
+
+    def value(self, w: _Wire) -> Value:
+        self.merge(w)
+        demanded = {d: {n for end in w.demands[d] for n in end.nodes} for d in (0, 1)}
+        demanded[1] |= {n for _, nodes in w.reads for n in nodes}
+        supplied = {d: {n for end in w.supplies[d] for n in end.nodes} for d in (0, 1)}
+        places = list(w.nodes)
+        fates: tuple[int, ...] = ()
+        if w.fates and demanded[1]:
+            keepable = sorted(n for n in supplied[0] | demanded[0] if not places[n].partial or n in demanded[1])
+            fates = tuple(keepable)
+            supplied[1] |= set(fates) | supplied[0]
+        forward = Flow(self.arcs(w, supplied[0], demanded[0] | set(fates), 0), tuple(w.supplies[0]), tuple(w.demands[0]))
+        backward = None
+        if demanded[1]:
+            backward = Flow(self.arcs(w, supplied[1], demanded[1], 1), tuple(w.supplies[1]), tuple(w.demands[1]))
+        return Value(w.name, tuple(map(str, places)), forward, backward, fates)
+
+    def merge(self, w: _Wire) -> None:
+        """A value that one cluster makes and reads in one placement moves nowhere: only its size matters, so nodes of one size become one."""
+        ends = [e for d in (0, 1) for e in (*w.supplies[d], *w.demands[d])]
+        maps = {(e.choice, e.nodes) for e in ends} | {(self.cl.of[self.names.reruns[i]], nodes) for i, nodes in w.reads}
+        if len(maps) != 1 or any(p.partial for p in w.nodes):
+            return
+        places = list(w.nodes)
+        first: dict[int, Placement] = {}
+        for p in places:
+            first.setdefault(math.prod(p.local_shape(self.mesh)), p)
+        kept = list(dict.fromkeys(first.values()))
+        self.renamed[w.name] = new = [kept.index(first[math.prod(p.local_shape(self.mesh))]) for p in places]
+        w.nodes = {p: i for i, p in enumerate(kept)}
+
+        def rename(nodes: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(new[n] for n in nodes)
+
+        for d in (0, 1):
+            w.supplies[d] = [End(e.choice, rename(e.nodes)) for e in w.supplies[d]]
+            w.demands[d] = {End(e.choice, rename(e.nodes)): None for e in w.demands[d]}
+        w.reads = [(i, rename(nodes)) for i, nodes in w.reads]
+
+    def remapped(self, r: Rerun) -> Rerun:
+        """`r` on the nodes that merging left."""
+        names = list(self.wires)
+
+        def fix(pairs: tuple[tuple[int, tuple[int, ...]], ...]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+            return tuple((v, tuple(self.renamed[names[v]][n] for n in nodes) if names[v] in self.renamed else nodes) for v, nodes in pairs)
+
+        return Rerun(r.name, r.choice, r.times, fix(r.reads), fix(r.makes), r.group)
+
+    def arcs(self, w: _Wire, have: set[int], want: set[int], stage: int) -> tuple[Arc, ...]:
+        places = list(w.nodes)
+        out = []
+        for src in sorted(have):
+            for dst in sorted(want):
+                if src != dst:
+                    steps = self.move(places[src], places[dst])
+                    if steps is not None:
+                        out.append(Arc(src, dst, self.times(steps, w, stage)))
+        return tuple(out)
+
+    def move(self, src: Placement, dst: Placement) -> list[Step] | None:
+        """The collectives from `src` to `dst`, None if there are none (a Partial cannot be made)."""
+        key = (src, dst)
+        if key not in self.moves:
+            self.moves[key] = self._move(src, dst)
+        return self.moves[key]
+
+    def _move(self, src: Placement, dst: Placement) -> list[Step] | None:
+        if any(src.reductions.get(a) != r for a, r in dst.partial):
+            return None
+        if src.shape == dst.shape:
+            return redistribute(src, dst, self.mesh)
+        if math.prod(src.shape) > math.prod(dst.shape):  # padded storage: gathered, cut, then sliced
+            whole = Placement.of(src.shape)
+            return redistribute(src, whole, self.mesh) + redistribute(Placement.of(dst.shape), dst, self.mesh)
+        axes = {s.axis for s in dst.splits}
+        middle = Placement.of(src.shape)
+        for a in sorted(axes):
+            middle = middle.with_axis(a, "sum" if src.reductions.get(a) else None)
+        padded = Placement(dst.shape, (), middle.partial)
+        return redistribute(src, middle, self.mesh) + redistribute(padded, dst, self.mesh)
+
+    def times(self, steps: Sequence[Step], w: _Wire, stage: int) -> dict[int, float]:
+        itemsize = w.nbytes / max(1, math.prod(next(iter(w.nodes)).shape))
+        out: dict[int, float] = defaultdict(float)
+        for step in steps:
+            if step.kind == "slice":
+                continue
+            c = self.cost.collective(step.kind, step.axes, step.wire_bytes(self.mesh, 1) * itemsize)
+            out[self.account(stage, c.link)] += c.seconds
+            if not w.overlaps:
+                out[self.account(stage, "compute")] += c.seconds
+        return dict(out)
+
+
+def _with_rows(p: Problem, rows: tuple[Row, ...]) -> Problem:
+    return Problem(p.stages, p.accounts, p.choices, p.values, p.reruns, rows, p.budget_bytes, p.constant_s, p.forbidden)
+
+
+__all__ = ["NONE", "Key", "Names", "Setting", "formulate"]
