@@ -63,6 +63,9 @@ class Plan:
     collectives: tuple[CollectiveUse, ...] = ()
     repeated: dict[str, float] = field(default_factory=dict)  # heavy op -> how many ranks repeat the same work
     reshard_after_forward: bool = True
+    # Empty in a hand layout: backward then reads whatever version is cheapest, and all of them are kept.
+    kept: dict[str, Placement] = field(default_factory=dict)  # what backward reads of forward -> the version of it that is kept
+    recompute: frozenset[str] = frozenset()  # ops that run again in backward
 
     @property
     def mesh(self) -> Mesh:

@@ -56,7 +56,7 @@ class Step:
         sharded = run_passes(shard(self.captured, self.graph, self.plan, options), self.groups.prefix)
         for axes in group_names(sharded.gm, self.groups.prefix):
             self.groups.ensure(axes)
-        parts = partition(sharded, reshard_after_forward=self.plan.reshard_after_forward)
+        parts = partition(sharded, reshard_after_forward=self.plan.reshard_after_forward, recompute=self.plan.recompute)
         return overlap(parts, self.groups.prefix), sharded.collectives
 
     def lower(self, gm: Any, saved_strides: Any = None, is_backward: bool = False) -> Lowered:

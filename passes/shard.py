@@ -86,6 +86,7 @@ class _Sharder:
         self.root = torch.nn.Module()
         self.versions: dict[str, dict[Placement, fx.Node]] = {}
         self.primary: dict[str, Placement] = {}
+        self.made_in: dict[tuple[str, Placement], str] = {}  # versions that a redistribution made -> direction
         self.direction = "forward"
         self.current = ""  # the op being emitted, or "grad.<parameter>": `meta["op"]` of every node
         self.collectives: list[CollectiveUse] = []
@@ -163,7 +164,7 @@ class _Sharder:
     def get(self, name: str, want: Placement) -> fx.Node:
         """The version of `name` in placement `want`, made from the cheapest there is."""
         have = self.versions[name]
-        if want in have:
+        if want in self.sources(name, have):
             return have[want]
         itemsize = next(iter(have.values())).meta["val"].element_size()
 
@@ -172,12 +173,21 @@ class _Sharder:
                 return float("inf")
             return sum(s.wire_bytes(self.mesh, itemsize) + 1e-3 for s in redistribute(p, want, self.mesh))
 
-        source = min(have, key=price)
+        source = min(self.sources(name, have), key=price)
         node = have[source]
         for step in redistribute(source, want, self.mesh):
             node = self.step(node, step, name)
             have[step.dst] = node
+            self.made_in.setdefault((name, step.dst), self.direction)
         return node
+
+    def sources(self, name: str, have: dict[Placement, fx.Node]) -> list[Placement]:
+        """The versions that may be drawn on: in backward those the plan keeps, those made again, and those made in backward."""
+        kept = self.plan.kept.get(name)
+        if self.direction == "forward" or (kept is None and name.split(".")[0] not in self.plan.recompute):
+            return list(have)
+        again = self.primary[name] if name.split(".")[0] in self.plan.recompute else None
+        return [p for p in have if p in (kept, again) or self.made_in.get((name, p)) == "backward"]
 
     def step(self, node: fx.Node, step: Step, name: str) -> fx.Node:
         self.collectives.append(

@@ -44,6 +44,9 @@ def evaluate(problem: Problem, decision: Decision) -> Price:
         kept = decision.kept.get(v, frozenset())
         if len(kept) > 1:
             unmet.append(f"{value.name}: kept at {len(kept)} nodes")
+        there = {e.nodes[x[e.choice]] for e in (*value.forward.supplies, *value.forward.demands)}
+        if not kept <= there:
+            unmet.append(f"{value.name}: kept where forward does not have it")
         for direction, flow in ((FORWARD, value.forward), (BACKWARD, value.backward)):
             if flow is None:
                 continue
@@ -66,8 +69,6 @@ def evaluate(problem: Problem, decision: Decision) -> Price:
 def wanted_nodes(problem: Problem, decision: Decision, v: int, direction: int, flow: Flow) -> set[int]:
     x = decision.strategies
     out = {d.nodes[x[d.choice]] for d in flow.demands}
-    if direction == FORWARD:
-        out |= decision.kept.get(v, frozenset())
     if direction == BACKWARD:
         for r in decision.rerun:
             rerun = problem.reruns[r]

@@ -13,9 +13,9 @@ Constraints
     (flow)    for every consumer k of a flow and every node n:
                   sum_{arcs into n} g[k] - sum_{arcs out of n} g[k] + supply(n) >= demand_k(n)
               supply(n) = sum of x over suppliers' strategies that make n; in backward also y[v,n] and the r of operators that remake v at n.
-              demand_k(n) = sum of x (or of r, for a rerun's operand; or y[v,n], for keeping, in forward) that read n.
+              demand_k(n) = sum of x (or of r, for a rerun's operand) that read n.
     (share)   e[f,a] >= g[f,k,a]                       with one consumer g is e itself
-    (keep)    sum_n y[v,n] <= 1
+    (keep)    sum_n y[v,n] <= 1,  y[v,n] <= sum of x that make or read v at n in forward
     (rerun)   r[o,s] <= x[c(o),s]
     (time)    T[t] >= sum over what runs of its time on account a of stage t
     (memory)  constant + sum of bytes x variable <= budget at every position
@@ -122,12 +122,15 @@ class Program:
             for v, nodes in rerun.reads:
                 reread[v].append((i, nodes))
         for v, value in enumerate(p.values):
-            keeping = [(n, [(self.variable["y", v, n], 1.0)]) for n in value.fates]
-            self.flow(v, FORWARD, value.forward, [], dict(keeping) if keeping else None, [])
+            self.flow(v, FORWARD, value.forward, [], [])
+            for n in value.fates:
+                there = [(self.variable["x", e.choice, s], 1.0) for e in (*value.forward.supplies, *value.forward.demands)
+                         for s, m in enumerate(e.nodes) if m == n]  # fmt: skip
+                self.constrain("keep", 0.0, np.inf, [(self.variable["y", v, n], -1.0), *there])
             if value.backward is not None:
                 extra = [(n, self.variable["y", v, n]) for n in value.fates]
                 extra += [(n, self.variable["r", i, s]) for n, i, s in remade[v]]
-                self.flow(v, BACKWARD, value.backward, extra, None, reread[v])
+                self.flow(v, BACKWARD, value.backward, extra, reread[v])
         stages = [self.add(0.0, np.inf, False, 1.0) for _ in p.stages]
         for a, account in enumerate(p.accounts):
             if self.time[a]:
@@ -150,7 +153,6 @@ class Program:
         direction: int,
         flow: Flow,
         extra: list[tuple[int, int]],
-        keeping: dict[int, list[tuple[int, float]]] | None,
         reread: list[tuple[int, tuple[int, ...]]],
     ) -> None:
         supply: dict[int, list[tuple[int, float]]] = defaultdict(list)
@@ -168,15 +170,7 @@ class Program:
                     d[n].append((self.variable["x", end.choice, s], 1.0))
             if d:
                 demands.append(d)
-        for i, nodes in reread:
-            d = defaultdict(list)
-            for s, n in enumerate(nodes):
-                if n != NONE:
-                    d[n].append((self.variable["r", i, s], 1.0))
-            if d:
-                demands.append(d)
-        if keeping:
-            demands.append(keeping)
+        demands += self.rereads(flow, reread)
         used = [self.add(0.0, 1.0, self.options.fates == "binary") for _ in flow.arcs]
         for a, arc in enumerate(flow.arcs):
             self.variable["e", v, direction, a] = used[a]
@@ -197,6 +191,31 @@ class Program:
                 terms += supply[n] + [(x, -k) for x, k in d.get(n, ())]
                 if terms:
                     self.constrain("flow", 0.0, np.inf, terms)
+
+    def rereads(self, flow: Flow, reread: list[tuple[int, tuple[int, ...]]]) -> list[dict[int, list[tuple[int, float]]]]:
+        """What reruns read. Those of one choice that read at the same nodes are one consumer, that of all of them which runs; where the choice
+        reads there in backward anyway (and r <= x) they need nothing of their own."""
+        p = self.problem
+        present = {(end.choice, end.nodes) for end in flow.demands}
+        groups: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
+        for i, nodes in reread:
+            groups[p.reruns[i].choice, nodes].append(i)
+        out = []
+        for (choice, nodes), members in groups.items():
+            if (choice, nodes) in present or all(n == NONE for n in nodes):
+                continue
+            d: dict[int, list[tuple[int, float]]] = defaultdict(list)
+            for s, n in enumerate(nodes):
+                if n == NONE:
+                    continue
+                runs = self.variable["r", members[0], s]
+                if len(members) > 1:
+                    runs = self.add(0.0, 1.0)
+                    for i in members:
+                        self.constrain("rerun", 0.0, np.inf, [(runs, 1.0), (self.variable["r", i, s], -1.0)])
+                d[n].append((runs, 1.0))
+            out.append(d)
+        return out
 
     # ---- reading -------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ number of equal layers already multiplied in; all sizes are bytes.
     choice   a cluster of operators (or the storage of a parameter) and its strategies; exactly one is taken
     value    a tensor. Its nodes are placements; arcs between nodes are redistributions. A `Flow` is a value in one direction: choices
              supply it at the node their strategy makes it at, and demand it at the node their strategy reads
-    keeping  a value that backward reads is kept at nodes of its forward flow, or made again; kept nodes supply the backward flow
+    keeping  a value that backward reads is kept at a node where forward makes or reads it, or made again; what is kept supplies the backward flow
     rerun    an operator that may run again in backward, under its own strategy: it demands its operands there and supplies its results
     stage    a stretch whose compute and communication overlap: its time is the largest of its accounts
     row      live bytes at one position of the step, at most the budget

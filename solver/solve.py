@@ -51,7 +51,7 @@ class Solution:
 
 @dataclass(frozen=True)
 class Infeasible:
-    """The budget is short by `shortfall_bytes`; `position` is the row that would bind, `least_bytes` the smallest peak there is."""
+    """The budget is short by `shortfall_bytes`; `position` is the row that would bind, `least_bytes` the smallest peak found (within 2%)."""
 
     shortfall_bytes: float
     least_bytes: float
@@ -141,7 +141,7 @@ def _explain(problem: Problem, limits: Limits, start: float) -> Infeasible:
     result = mathopt.solve(
         model,
         mathopt.SolverType.HIGHS,
-        params=mathopt.SolveParameters(time_limit=datetime.timedelta(seconds=left), relative_gap_tolerance=0.001),
+        params=mathopt.SolveParameters(time_limit=datetime.timedelta(seconds=left), relative_gap_tolerance=0.02),
     )
     if result.termination.reason not in (mathopt.TerminationReason.OPTIMAL, mathopt.TerminationReason.FEASIBLE):
         raise AssertionError("a demand that no supply can reach: the problem is wrong, not its budget")

@@ -33,7 +33,7 @@ def letter_cuts(graph: Graph, rules: Mapping[str, Rule]) -> dict[tuple[str, str]
             for name, d, group in places:
                 known = dims.get((name, d), ())
                 for x in group:
-                    size, right = rule.factors[x].size, right_of(group, x, rule)
+                    size, right = max(1, rule.factors[x].size), max(1, right_of(group, x, rule))
                     mine = letters.setdefault((op.name, x), {1, size})
                     before = len(mine)
                     mine |= {c // right for c in known if c % right == 0 and size % (c // right) == 0 and c // right <= size}
@@ -44,7 +44,7 @@ def letter_cuts(graph: Graph, rules: Mapping[str, Rule]) -> dict[tuple[str, str]
                 mine = dims.setdefault((name, d), set())
                 before = len(mine)
                 for x in group:
-                    right = right_of(group, x, rule)
+                    right = max(1, right_of(group, x, rule))
                     mine |= {c * right for c in letters[op.name, x]}
                 changed |= len(mine) > before
         if not changed:

@@ -56,6 +56,7 @@ class Names:
     value_of: dict[str, int] = field(default_factory=dict)
     nodes: list[list[Placement]] = field(default_factory=list)  # per value
     reruns: list[str] = field(default_factory=list)
+    merged: frozenset[str] = frozenset()  # values whose nodes stand for sizes
 
 
 def formulate(graph: Graph, rules: Mapping[str, Rule], mesh: Mesh, cost: Cost, setting: Setting) -> tuple[Problem, Names]:
@@ -120,6 +121,7 @@ class _Formulator:
         values = [self.value(w) for w in self.wires.values()]
         made_again = [self.remapped(r) for r in made_again]
         self.names.value_of = {n: i for i, n in enumerate(self.wires)}
+        self.names.merged = frozenset(self.renamed)
         self.names.nodes = [list(w.nodes) for w in self.wires.values()]
         choices = tuple(Choice(n, labels, tuple(times)) for n, labels, times in self.choices)
         problem = Problem(STAGES, tuple(self.accounts), choices, tuple(values), tuple(made_again), (), self.setting.budget_bytes)

@@ -129,11 +129,11 @@ def prepare(model: nn.Module, kwargs: dict[str, Any], loss_fn: Any = None, grad:
     return Prepared(model, captured, describe(captured), call.tensors)
 
 
-def simulated(p: Prepared, mesh_axes: dict[str, int], layout: str | Layout) -> Simulated:
+def simulated(p: Prepared, mesh_axes: dict[str, int], layout: str | Layout | Plan) -> Simulated:
     """Must run inside `fake_world` of the mesh's size."""
     mesh = Mesh.of(mesh_axes)
     trainable = frozenset(n for n, q in p.model.named_parameters() if q.requires_grad)
-    plan = propagate(p.graph, Layout.of(layout, mesh), mesh_axes, trainable)
+    plan = layout if isinstance(layout, Plan) else propagate(p.graph, Layout.of(layout, mesh), mesh_axes, trainable)
     storage = {n: q.dtype for n, q in p.model.named_parameters()}
     sharded = run_passes(shard(p.captured, p.graph, plan, Options(torch.device("cpu"), storage, "sim")), "sim")
     for axes in group_names(sharded.gm, "sim"):
@@ -141,7 +141,7 @@ def simulated(p: Prepared, mesh_axes: dict[str, int], layout: str | Layout) -> S
             group = dist.new_group(ranks)
             if 0 in ranks:
                 _torch.alias_process_group(group_name("sim", axes), group)
-    parts = partition(sharded, reshard_after_forward=plan.reshard_after_forward)
+    parts = partition(sharded, reshard_after_forward=plan.reshard_after_forward, recompute=plan.recompute)
     return Simulated(p.captured, p.graph, plan, parts, mesh, sharded.collectives)
 
 

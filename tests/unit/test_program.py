@@ -41,7 +41,7 @@ def random_problem(seed: int) -> Problem:
 
         forward = Flow(_ring(g, nodes, 0), (_end(g, choices, nodes),), (_end(g, choices, nodes, True),))
         backward = Flow(_ring(g, nodes, 1), (), (_end(g, choices, nodes, True),)) if g.random() < 0.7 else None
-        fates = tuple(range(g.randint(1, nodes))) if backward else ()
+        fates = tuple(range(nodes)) if backward else ()
         values.append(Value(f"v{v}", tuple(map(str, range(nodes))), forward, backward, fates))
     for v, value in enumerate(values):
         if value.backward and g.random() < 0.7:

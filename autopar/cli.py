@@ -1,0 +1,178 @@
+"""The command line: plans for models and clusters that are not there, and looks at plans.
+
+    autopar plan llama3-70b --cluster h100:32x8 --batch 256 --seq 8192 -o plan.json
+    autopar show plan.json
+    autopar diff plan.json other.json
+    autopar explain plan.json mm_3
+
+Exits with 0; 1 when `diff` finds differences; 2 when something was called wrongly or is damaged; 3 when no plan fits the memory; 130 on Ctrl-C.
+Results go to standard output, progress and errors to standard error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from autopar.errors import AutoparError, MeshError
+from autopar.infeasible import InfeasibleError
+from autopar.sizes import parse_bytes
+from autopar.strict_json import short
+
+ERROR, INFEASIBLE, INTERRUPTED = 2, 3, 130
+
+
+class _Group(TyperGroup):
+    """Errors that the user can mend are told, not traced back; any other is a defect and keeps its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except AutoparError as e:
+            typer.echo(_told(e), err=True)
+            raise typer.Exit(INFEASIBLE if isinstance(e, InfeasibleError) else ERROR) from None
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+
+
+app = typer.Typer(
+    cls=_Group,
+    help="Plans how a PyTorch model is trained on many devices.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+PlanFile = Annotated[Path, typer.Argument(metavar="FILE", help="a plan, as `autopar plan -o FILE` wrote it")]
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="a public model, such as llama3-70b, or the path of a config.json")],
+    cluster: Annotated[str, typer.Option(help="devices: h100:32x8 (nodes x devices a node), or the path of a description")],
+    batch: Annotated[int, typer.Option(min=1, help="sequences in a step, over all devices")],
+    seq: Annotated[int, typer.Option(min=1, help="tokens in a sequence")],
+    mesh: Annotated[str | None, typer.Option(help="32x8, or with names: dp=32,tp=8; without it the cluster's nodes x devices")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="plan for only so many of the model's layers")] = None,
+    precision: Annotated[str, typer.Option(help="bf16, fp16 or fp32: what is computed in")] = "bf16",
+    optimizer: Annotated[str, typer.Option(help="whose states memory is planned for")] = "adamw",
+    memory: Annotated[str | None, typer.Option(help="budget of a device: 70GB, 64GiB, or bytes; without it what the device has")] = None,
+    layout: Annotated[str | None, typer.Option(help="keep to a hand layout: ddp, fsdp, tp or fsdp+tp")] = None,
+    time_limit: Annotated[float | None, typer.Option(min=0.1, help="seconds the solver may take")] = None,
+    gap: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="stop this close to the bound: 0.01 is one per cent")] = None,
+    output: Annotated[str | None, typer.Option("--output", "-o", metavar="FILE", help="write the plan here; - is standard output")] = None,
+) -> None:
+    """Plan a training step; needs no device, no weights and no network."""
+    budget = None if memory is None else parse_bytes(memory, "--memory")
+    shape = None if mesh is None else _mesh(mesh)
+    if output not in (None, "-"):
+        _writable(Path(str(output)))
+    from autopar import models, plan_schema
+
+    config = models.config(model)
+    shapes = models.inputs(config, batch, seq)
+    options = {k: v for k, v in (("seconds", time_limit), ("gap", gap)) if v is not None}
+    console = Console(stderr=True, highlight=False)
+    with console.status("planning"):
+        made = _planning().plan(
+            models.build(config, layers), shapes, cluster, shape,
+            precision=precision, optimizer=optimizer, layout=layout, memory=budget, options=options or None,
+            progress=lambda stage, seconds: console.print(f"{stage}: {seconds:.1f} s", markup=False),
+        )  # fmt: skip
+    if output == "-":
+        typer.echo(plan_schema.dumps(made))
+        return
+    if output is not None:
+        plan_schema.save(made, output)
+    typer.echo(made.text())
+
+
+@app.command()
+def show(file: PlanFile) -> None:
+    """Print a plan: where parameters are, what is communicated, what is predicted."""
+    from autopar import plan_schema
+
+    typer.echo(plan_schema.load(file).text())
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="a plan")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="another plan")],
+) -> None:
+    """Print what differs between two plans; exit with 1 if anything does."""
+    from autopar import plan_diff, plan_schema
+
+    text = plan_diff.diff(plan_schema.load(a), plan_schema.load(b))
+    if text:
+        typer.echo(text)
+        raise typer.Exit(1)
+
+
+@app.command()
+def explain(
+    file: PlanFile,
+    op: Annotated[str, typer.Argument(help="an op of the plan, such as mm_3")],
+    placement: Annotated[str | None, typer.Argument(help="why not this placement instead?")] = None,
+) -> None:
+    """Say why an op is placed as it is, or what another placement would cost."""
+    from autopar import plan_schema
+
+    typer.echo(_planning().explain(plan_schema.load(file), op, placement))
+
+
+def main() -> None:
+    """Entry point of `autopar` and of `python -m autopar`."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show is no reason to fail
+    app(prog_name="autopar")
+
+
+# ---- parts -------------------------------------------------------------------------------------------------------
+
+
+def _planning() -> Any:
+    """Imported when it is needed: it brings torch's compiler and the solver with it."""
+    return importlib.import_module("autopar.planning")
+
+
+def _told(e: AutoparError) -> str:
+    lines = [f"error: {e.what}"]
+    if e.where:
+        lines.append(f"  where: {e.where}")
+    if e.fix:
+        lines.append(f"  fix: {e.fix}")
+    return "\n".join(lines)
+
+
+def _mesh(text: str) -> str | dict[str, int]:
+    """ "32x8" as it is, "dp=32,tp=8" by name."""
+    plain = text.strip().lower()
+    if re.fullmatch(r"[1-9][0-9]{0,6}(x[1-9][0-9]{0,6}){0,7}", plain):
+        return plain
+    axes = re.findall(r"([A-Za-z_][A-Za-z0-9_]{0,30})=([1-9][0-9]{0,6})(?:,|$)", text.strip())
+    sizes = {n: int(s) for n, s in axes}
+    if not axes or len(sizes) < len(axes) or ",".join(f"{n}={s}" for n, s in axes) != text.strip():
+        raise MeshError(f"{short(text)!r} is not a mesh", where="--mesh", fix="write sizes such as 32x8, or named axes such as dp=32,tp=8")
+    return sizes
+
+
+def _writable(path: Path) -> None:
+    """Whether the plan can be written is found out before minutes are spent on it."""
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise AutoparError(
+            f"The plan cannot be written to {short(str(path), 200)}",
+            where="--output",
+            fix="name a file in a folder that exists and can be written",
+        )

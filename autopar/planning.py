@@ -1,0 +1,50 @@
+"""From a captured graph to a plan: formulate, solve, apply. Needs no process group and no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from autopar.cluster import Cluster
+from autopar.cost import Cost
+from autopar.cost.fusion import fused
+from autopar.formulate.apply import apply
+from autopar.formulate.problem import Setting, formulate
+from autopar.graph import Graph
+from autopar.infeasible import InfeasibleError
+from autopar.mesh import Mesh
+from autopar.plan import Plan
+from autopar.rules import lookup
+from autopar.solver.solve import Infeasible, Limits, Solution, solve
+
+
+@dataclass(frozen=True)
+class Planned:
+    plan: Plan
+    solution: Solution
+
+
+def plan_graph(
+    graph: Graph,
+    mesh_axes: Mapping[str, int],
+    cluster: Cluster,
+    setting: Setting,
+    limits: Limits | None = None,
+    progress: Callable[[str, float], None] | None = None,
+) -> Planned:
+    """The best plan for `graph` on a mesh of `cluster`'s devices, under `setting.budget_bytes`.
+
+    Raises InfeasibleError naming the position of the step that does not fit, by how much, and what would help.
+    """
+    mesh = Mesh.of(dict(mesh_axes))
+    rules = {op.name: lookup(op) for op in graph.ops}
+    cost = Cost(cluster, mesh, fused(graph, rules))
+    problem, names = formulate(graph, rules, mesh, cost, setting)
+    found = solve(problem, limits, progress=progress)
+    if isinstance(found, Infeasible):
+        raise InfeasibleError(
+            constraint=f"memory, {found.position}",
+            shortfall_bytes=int(found.shortfall_bytes),
+            remedy=f"{found.least_bytes / 1e9:.2f} GB a device would do; or more devices, a smaller batch or shorter sequences",
+        )
+    return Planned(apply(graph, rules, mesh, setting, problem, names, found.decision), found)
