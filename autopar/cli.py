@@ -3,7 +3,6 @@
     autopar plan llama3-70b --cluster h100:32x8 --batch 256 --seq 8192 -o plan.json
     autopar show plan.json
     autopar diff plan.json other.json
-    autopar explain plan.json mm_3
 
 Exits with 0; 1 when `diff` finds differences; 2 when something was called wrongly or is damaged; 3 when no plan fits the memory; 130 on Ctrl-C.
 Results go to standard output, progress and errors to standard error.
@@ -118,18 +117,6 @@ def diff(
         raise typer.Exit(1)
 
 
-@app.command()
-def explain(
-    file: PlanFile,
-    op: Annotated[str, typer.Argument(help="an op of the plan, such as mm_3")],
-    placement: Annotated[str | None, typer.Argument(help="why not this placement instead?")] = None,
-) -> None:
-    """Say why an op is placed as it is, or what another placement would cost."""
-    from autopar import plan_schema
-
-    typer.echo(_planning().explain(plan_schema.load(file), op, placement))
-
-
 def main() -> None:
     """Entry point of `autopar` and of `python -m autopar`."""
     for stream in (sys.stdout, sys.stderr):
@@ -143,7 +130,7 @@ def main() -> None:
 
 def _planning() -> Any:
     """Imported when it is needed: it brings torch's compiler and the solver with it."""
-    return importlib.import_module("autopar.planning")
+    return importlib.import_module("autopar.offline")
 
 
 def _told(e: AutoparError) -> str:

@@ -66,6 +66,11 @@ class Plan:
     # Empty in a hand layout: backward then reads whatever version is cheapest, and all of them are kept.
     kept: dict[str, Placement] = field(default_factory=dict)  # what backward reads of forward -> the version of it that is kept
     recompute: frozenset[str] = frozenset()  # ops that run again in backward
+    # What planning says of it; a hand layout says nothing.
+    cluster: str = ""
+    activations: dict[str, str] = field(default_factory=dict)  # what backward needs of forward -> "save" | "recompute"
+    predicted: dict[str, float] = field(default_factory=dict)  # step_time_s, forward_s, backward_s, optimizer_s, peak_memory_bytes, ...
+    solver: dict[str, str | float | int] = field(default_factory=dict)  # objective_s, bound_s, gap, stopped_by, seconds, ...
 
     @property
     def mesh(self) -> Mesh:
@@ -116,9 +121,27 @@ class Plan:
             lines.append(f"  {direction:<8} {kind:<15} over {names:<12} {count:>5} x, {total / 1e6:,.2f} MB sent a rank")
         lines.append(f"  blocking collectives: {sum(c.kind != 'slice' for c in self.collectives)}")
         lines.append(f"  fallbacks (ops without a rule, replicated): {self.fallbacks or 'none'}")
+        if self.activations:
+            saved = sum(f == "save" for f in self.activations.values())
+            lines.append(f"  activations: {saved} saved, {len(self.activations) - saved} recomputed by {len(self.recompute)} ops")
+        if self.predicted:
+            order = sorted(self.predicted, key=lambda k: (k != "step_time_s", k))
+            lines.append(f"  predicted on {self.cluster}: " + ", ".join(_said(k, self.predicted[k]) for k in order))
+        if "gap" in self.solver:
+            lines.append(
+                f"  solver: within {float(self.solver['gap']):.2%} of the bound, stopped by {self.solver.get('stopped_by', 'gap')}"
+            )
         if self.repeated:
             lines.append(f"  heavy ops whose work some ranks repeat: {dict(Counter(self.targets[o] for o in self.repeated))}")
         return "\n".join(lines)
+
+
+def _said(key: str, value: float) -> str:
+    """step_time_s -> "step time 12.3 ms"."""
+    for suffix, scale, unit in (("_s", 1e3, "ms"), ("_bytes", 1e-9, "GB")):
+        if key.endswith(suffix):
+            return f"{key.removesuffix(suffix).replace('_', ' ')} {value * scale:,.3f} {unit}"
+    return f"{key.replace('_', ' ')} {value:,.3f}"
 
 
 def _short(p: Placement) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.cluster import Cluster
 from autopar.cost import Cost
@@ -47,4 +47,27 @@ def plan_graph(
             shortfall_bytes=int(found.shortfall_bytes),
             remedy=f"{found.least_bytes / 1e9:.2f} GB a device would do; or more devices, a smaller batch or shorter sequences",
         )
-    return Planned(apply(graph, rules, mesh, setting, problem, names, found.decision), found)
+    plan = apply(graph, rules, mesh, setting, problem, names, found.decision)
+    stages = dict(zip((f"{s}_s" for s in problem.stages), found.price.stage_s, strict=True))
+    again = {t.name: "recompute" for op in graph.ops if op.name in plan.recompute for t in op.outputs if t is not None}
+    plan = replace(
+        plan,
+        cluster=cluster.name,
+        activations={**again, **dict.fromkeys(plan.kept, "save")},
+        predicted={
+            "step_time_s": found.objective_s,
+            **stages,
+            "peak_memory_bytes": max(found.price.row_bytes),
+            "budget_bytes": min(setting.budget_bytes, cluster.device.memory_bytes),
+        },
+        solver={
+            "objective_s": found.objective_s,
+            "bound_s": found.bound_s,
+            "gap": found.gap,
+            "stopped_by": found.stopped_by,
+            "seconds": found.seconds,
+            "variables": found.variables,
+            "rows": found.rows,
+        },
+    )
+    return Planned(plan, found)

@@ -66,6 +66,26 @@ def evaluate(problem: Problem, decision: Decision) -> Price:
     return Price(problem.constant_s + sum(stages), tuple(stages), rows, tuple(unmet), max(0.0, over))
 
 
+def tidy(problem: Problem, decision: Decision) -> Decision:
+    """`decision` without arcs that nobody needs: where a link has time to spare, a spare arc costs the program nothing.
+
+    An arc is dropped if all wanted nodes are reached without it; the dearest are tried first.
+    """
+    arcs: dict[tuple[int, int], frozenset[int]] = {}
+    for (v, direction), used in decision.arcs.items():
+        value = problem.values[v]
+        flow = value.forward if direction == FORWARD else value.backward
+        assert flow is not None
+        wanted = wanted_nodes(problem, decision, v, direction, flow)
+        have = supplied_nodes(problem, decision, v, direction, flow)
+        for a in sorted(used, key=lambda a: (-sum(flow.arcs[a].times.values()), a)):
+            if wanted <= reach(have, flow, used - {a}):
+                used = used - {a}
+        if used:
+            arcs[v, direction] = used
+    return Decision(decision.strategies, decision.kept, decision.rerun, arcs)
+
+
 def wanted_nodes(problem: Problem, decision: Decision, v: int, direction: int, flow: Flow) -> set[int]:
     x = decision.strategies
     out = {d.nodes[x[d.choice]] for d in flow.demands}

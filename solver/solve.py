@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ortools.math_opt.python import mathopt
 
-from autopar.solver.evaluate import Price, evaluate
+from autopar.solver.evaluate import Price, evaluate, tidy
 from autopar.solver.model import Options, Program
 from autopar.solver.problem import Decision, Problem
 
@@ -80,6 +80,7 @@ def solve(
         return _explain(problem, limits, start)
     tell("strategies", time.perf_counter() - start)
     decision, whole = first.decision(values)
+    decision = tidy(problem, decision) if whole else decision
     price = evaluate(problem, decision) if whole else None
     if price is None or not price.feasible:
         second = Program(problem, Options(fates="binary", fixed=decision.strategies))
@@ -92,7 +93,7 @@ def solve(
             except _Failed:
                 return _explain(problem, limits, start)
         stopped = more if stopped == "gap" else stopped
-        decision, _ = second.decision(values)
+        decision = tidy(problem, second.decision(values)[0])
         price = evaluate(problem, decision)
     tell("fates", time.perf_counter() - start)
     assert not price.unmet, price.unmet[:3]

@@ -9,7 +9,7 @@ from autopar.formulate.problem import Names, Setting
 from autopar.graph import Graph
 from autopar.mesh import Mesh
 from autopar.placement import Placement
-from autopar.plan import OpChoice, ParamChoice, Plan
+from autopar.plan import CollectiveUse, OpChoice, ParamChoice, Plan
 from autopar.rules.grammar import Rule
 from autopar.solver.problem import Decision, Problem
 from autopar.storage import batch_placements, representable
@@ -50,8 +50,20 @@ def apply(
             kept[value.name] = p
     return Plan(
         dict(mesh.parents), "planned", params, ops, batch_placements(graph.inputs, data, mesh), outputs, data,
-        {op.name: op.target for op in graph.ops}, (), repeated, True, kept, rerun,
+        {op.name: op.target for op in graph.ops}, _collectives(mesh, problem, names, decision), repeated, True, kept, rerun,
     )  # fmt: skip
+
+
+def _collectives(mesh: Mesh, problem: Problem, names: Names, decision: Decision) -> tuple[CollectiveUse, ...]:
+    """Every redistribution that was priced."""
+    out = []
+    for (v, direction), arcs in sorted(decision.arcs.items()):
+        for a in sorted(arcs):
+            value = problem.values[v].name
+            steps, itemsize = names.steps[value, direction, a]
+            way = ("forward", "backward")[direction]
+            out += [CollectiveUse(s.kind, s.axes, s.wire_bytes(mesh, 1) * itemsize, value, way) for s in steps]
+    return tuple(out)
 
 
 def _read_at(problem: Problem, names: Names, decision: Decision, tensor: str, shape: tuple[int, ...]) -> Placement:

@@ -56,6 +56,7 @@ class Names:
     value_of: dict[str, int] = field(default_factory=dict)
     nodes: list[list[Placement]] = field(default_factory=list)  # per value
     reruns: list[str] = field(default_factory=list)
+    steps: dict[tuple[str, int, int], tuple[list[Step], float]] = field(default_factory=dict)  # (value, direction, arc) -> steps, itemsize
     merged: frozenset[str] = frozenset()  # values whose nodes stand for sizes
 
 
@@ -350,6 +351,8 @@ class _Formulator:
                 if src != dst:
                     steps = self.move(places[src], places[dst])
                     if steps is not None:
+                        itemsize = w.nbytes / max(1, math.prod(next(iter(w.nodes)).shape))
+                        self.names.steps[w.name, stage, len(out)] = (steps, itemsize)
                         out.append(Arc(src, dst, self.times(steps, w, stage)))
         return tuple(out)
 

@@ -50,10 +50,7 @@ def planning(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
                 raise raises
             return a_plan()
 
-        def explain(plan: Plan, op: str, placement: str | None = None) -> str:
-            return f"{op} of {plan.layout} at {placement}"
-
-        monkeypatch.setitem(sys.modules, "autopar.planning", types.SimpleNamespace(plan=plan, explain=explain))
+        monkeypatch.setitem(sys.modules, "autopar.offline", types.SimpleNamespace(plan=plan))
         return calls
 
     return replace
@@ -85,12 +82,6 @@ def test_damaged_files_are_told_not_traced(tmp_path: Path) -> None:
     what, where, fix = r.stderr.splitlines()
     assert what == "error: The plan cannot be read: it ends in the middle, after 28 bytes"
     assert where == f"  where: {bad}" and fix.startswith("  fix: ")
-
-
-def test_explain(file: str, planning: Callable[..., list[Any]]) -> None:
-    planning()
-    assert run("explain", file, "mm").stdout == "mm of fsdp+tp at None\n"
-    assert run("explain", file, "mm", "dp:S(0)").stdout == "mm of fsdp+tp at dp:S(0)\n"
 
 
 # ---- planning ------------------------------------------------------------------------------------------------------

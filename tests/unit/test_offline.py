@@ -1,0 +1,83 @@
+"""`autopar.plan` and the command line on a real, small model: no process group, no weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+import autopar
+from autopar.cli import app
+from autopar.errors import AutoparError, MeshError
+from autopar.infeasible import InfeasibleError
+from autopar.plan import Plan
+from autopar.plan_schema import canonical, dumps, loads
+
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1024}
+
+
+def model() -> transformers.LlamaForCausalLM:
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=2, **SIZES))
+
+
+def planned(**kwargs: object) -> Plan:
+    shapes = {"input_ids": (16, 256), "labels": (16, 256)}
+    return autopar.plan(model(), shapes, "h100:8", "8", precision="bf16", **kwargs)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return planned()
+
+
+def test_a_plan_says_what_it_predicts(plan: Plan) -> None:
+    assert plan.fallbacks == {} and set(plan.params) == {n for n, _ in model().named_parameters()}
+    p = plan.predicted
+    assert p["step_time_s"] == pytest.approx(p["forward_s"] + p["backward_s"] + p["optimizer_s"])
+    assert 0 < p["peak_memory_bytes"] <= p["budget_bytes"]
+    assert float(plan.solver["gap"]) <= 0.01 and plan.solver["stopped_by"] == "gap"
+    text = str(plan)
+    assert "predicted on h100" in text and "within" in text
+
+
+def test_the_same_problem_gives_the_same_plan(plan: Plan) -> None:
+    assert canonical(planned()) == canonical(plan)
+
+
+def test_round_trip(plan: Plan) -> None:
+    assert dataclasses.replace(loads(dumps(plan)), solver={}) == dataclasses.replace(plan, solver={})
+
+
+def test_what_does_not_fit_is_explained() -> None:
+    with pytest.raises(InfeasibleError) as e:
+        planned(memory=1e6)
+    assert e.value.shortfall_bytes > 0 and "memory" in e.value.constraint and "GB a device would do" in e.value.remedy
+    enough = planned(memory=1e6 + e.value.shortfall_bytes * 1.03)
+    assert enough.predicted["peak_memory_bytes"] <= 1e6 + e.value.shortfall_bytes * 1.03
+
+
+def test_bad_input() -> None:
+    with pytest.raises(MeshError):
+        autopar.plan(model(), {"input_ids": (16, 256)}, "h100:8", "eight")
+    with pytest.raises(AutoparError, match="optimizer"):
+        planned(optimizer="adamx")
+    with pytest.raises(AutoparError, match=r"8 devices|mesh"):
+        autopar.plan(model(), {"input_ids": (16, 256), "labels": (16, 256)}, "h100:8", "64")
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, **SIZES}))
+    out = tmp_path / "plan.json"
+    command = ["plan", str(config), "--cluster", "h100:8", "--mesh", "8", "--batch", "16", "--seq", "128"]
+    r = CliRunner().invoke(app, [*command, "-o", str(out)])
+    assert r.exit_code == 0, r.output
+    assert "predicted on h100" in r.output
+    assert CliRunner().invoke(app, ["show", str(out)]).exit_code == 0
+    assert CliRunner().invoke(app, [*command, "--memory", "1MB"]).exit_code == 3
