@@ -119,7 +119,7 @@ class Plan:
             uses[key] = (count + 1, total + c.wire_bytes)
         for (direction, kind, names), (count, total) in sorted(uses.items()):
             lines.append(f"  {direction:<8} {kind:<15} over {names:<12} {count:>5} x, {total / 1e6:,.2f} MB sent a rank")
-        lines.append(f"  blocking collectives: {sum(c.kind != 'slice' for c in self.collectives)}")
+        lines.append(f"  collectives: {sum(c.kind != 'slice' for c in self.collectives)}; those of activations block")
         lines.append(f"  fallbacks (ops without a rule, replicated): {self.fallbacks or 'none'}")
         if self.activations:
             saved = sum(f == "save" for f in self.activations.values())

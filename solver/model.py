@@ -19,7 +19,8 @@ Constraints
     (rerun)   r[o,s] <= x[c(o),s]
     (time)    T[t] >= sum over what runs of its time on account a of stage t
     (memory)  constant + sum of bytes x variable <= budget at every position
-Objective: the sum of T.
+Objective: the sum of T, and a hundred-thousandth of all traffic: where a link has time to spare, the plan shall still not send what it
+need not. As traffic is at most (resources - 1) x T, the bound of T alone is the bound found / (1 + TIE x resources): `Program.true_bound`.
 
 x binary and fates continuous is the bound: a fate is then a share of the layers of a fold. A per-consumer flow is needed: shared arc
 variables alone could support themselves in a cycle.
@@ -35,6 +36,8 @@ import numpy as np
 from ortools.math_opt import model_pb2
 
 from autopar.solver.problem import BACKWARD, FORWARD, NONE, Decision, Flow, Key, Problem
+
+TIE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -175,6 +178,7 @@ class Program:
         for a, arc in enumerate(flow.arcs):
             self.variable["e", v, direction, a] = used[a]
             self.charge(used[a], arc.times)
+            self.cost[used[a]] = TIE * 1e3 * sum(t for i, t in arc.times.items() if self.problem.accounts[i].resource != "compute")
         into: dict[int, list[int]] = defaultdict(list)
         out: dict[int, list[int]] = defaultdict(list)
         for a, arc in enumerate(flow.arcs):
@@ -216,6 +220,10 @@ class Program:
                 d[n].append((runs, 1.0))
             out.append(d)
         return out
+
+    def true_bound(self, bound: float) -> float:
+        """The bound of the sum of T, from the solver's bound of the objective."""
+        return bound / (1 + TIE * len({a.resource for a in self.problem.accounts}))
 
     # ---- reading -------------------------------------------------------------------------------------------------
 

@@ -98,7 +98,13 @@ def solve(
     tell("fates", time.perf_counter() - start)
     assert not price.unmet, price.unmet[:3]
     return Solution(
-        decision, price, bound / 1e3 + problem.constant_s, time.perf_counter() - start, stopped, len(first.lower), len(first.row_lower)
+        decision,
+        price,
+        first.true_bound(bound) / 1e3 + problem.constant_s,
+        time.perf_counter() - start,
+        stopped,
+        len(first.lower),
+        len(first.row_lower),
     )
 
 
