@@ -1,7 +1,7 @@
 """Peak resident memory of initialising a Llama that is built on the meta device, against the bytes of a rank's shards.
 
-    torchrun --nproc-per-node 4 -m benchmarks.init_memory                                          1.1 B parameters, 4.5 GB of float32 in all
-    torchrun --nproc-per-node 4 -m benchmarks.init_memory --hidden 1024 --layers 10 --vocab 16000
+    torchrun --nproc-per-node 4 benchmarks/init_memory.py                                          1.1 B parameters, 4.5 GB of float32 in all
+    torchrun --nproc-per-node 4 benchmarks/init_memory.py --hidden 1024 --layers 10 --vocab 16000
 
 Rank 0 prints one JSON object; `ratio` is the largest of any rank. What Python, torch and a first, tiny model take is the baseline and not counted.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -21,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autopar.init import materialize
-from benchmarks.record import write
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -84,7 +84,10 @@ def main() -> None:
     result = measure(init_device_mesh("cpu", (dist.get_world_size(),)), args.hidden, args.layers, args.vocab)
     if dist.get_rank() == 0:
         print(json.dumps(result))
-        write(args.out, f"torchrun --nproc-per-node {dist.get_world_size()} -m benchmarks.init_memory", result)
+        sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # torchrun runs this file by its path
+        from benchmarks.record import write
+
+        write(args.out, f"torchrun --nproc-per-node {dist.get_world_size()} benchmarks/init_memory.py", result)
     dist.destroy_process_group()
 
 
