@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from autopar.cluster import Cluster
 from autopar.cost import Cost
 from autopar.cost.fusion import fused
+from autopar.errors import AutoparError
 from autopar.formulate.apply import apply
 from autopar.formulate.problem import Setting, formulate
 from autopar.graph import Graph
@@ -40,7 +41,14 @@ def plan_graph(
     rules = {op.name: lookup(op) for op in graph.ops}
     cost = Cost(cluster, mesh, fused(graph, rules))
     problem, names = formulate(graph, rules, mesh, cost, setting)
-    found = solve(problem, limits, progress=progress)
+    try:
+        found = solve(problem, limits, progress=progress)
+    except TimeoutError as e:
+        raise AutoparError(
+            f"The solver found no plan: {e}",
+            where=f"{sum(len(c.labels) for c in problem.choices)} strategies of {len(problem.choices)} choices",
+            fix="give it more time (--time-limit), fewer layers (--layers) or a mesh with fewer axes",
+        ) from e
     if isinstance(found, Infeasible):
         raise InfeasibleError(
             constraint=f"memory, {found.position}",

@@ -71,6 +71,16 @@ def test_bad_input() -> None:
         autopar.plan(model(), {"input_ids": (16, 256), "labels": (16, 256)}, "h100:8", "64")
 
 
+def test_too_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*_: object, **__: object) -> None:
+        raise TimeoutError("no answer within 1 s")
+
+    monkeypatch.setattr("autopar.planning.solve", late)
+    with pytest.raises(AutoparError, match="no answer within 1 s") as e:
+        planned()
+    assert "--time-limit" in e.value.fix
+
+
 def test_the_command_line(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, **SIZES}))
