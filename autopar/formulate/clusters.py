@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from autopar.formulate.cuts import letter_cuts
 from autopar.formulate.options import OpStrategy, strategies
-from autopar.graph import Graph, Op, Tensor
+from autopar.graph import Graph, Op
 from autopar.mesh import Mesh
 from autopar.placement import Placement
 from autopar.rules.grammar import Rule
@@ -359,7 +359,3 @@ class _Builder:
                 return None
             split[axis] = found
         return OpStrategy.of(split)
-
-
-def tensors_of(op: Op) -> list[Tensor]:
-    return [t for t in op.outputs if t is not None]

@@ -17,13 +17,15 @@ from dataclasses import dataclass, field
 
 from autopar.cost import Cost
 from autopar.formulate.clusters import Clusters, clusters
+from autopar.formulate.memory import rows
 from autopar.formulate.storage import Storage, storages
 from autopar.graph import DTYPE_BYTES, Graph, Op, Tensor
 from autopar.mesh import Mesh
 from autopar.placement import Placement
 from autopar.redistribution import Step, redistribute
 from autopar.rules.grammar import Rule
-from autopar.solver.problem import NONE, Account, Arc, Choice, End, Flow, Key, Problem, Rerun, Row, Value
+from autopar.rules.strategy import letter_at, right_of
+from autopar.solver.problem import Account, Arc, Choice, End, Flow, Problem, Rerun, Row, Value
 from autopar.storage import batch_placements
 
 RESOURCES = ("compute", "intra", "inter")
@@ -126,8 +128,6 @@ class _Formulator:
         self.names.nodes = [list(w.nodes) for w in self.wires.values()]
         choices = tuple(Choice(n, labels, tuple(times)) for n, labels, times in self.choices)
         problem = Problem(STAGES, tuple(self.accounts), choices, tuple(values), tuple(made_again), (), self.setting.budget_bytes)
-        from autopar.formulate.memory import rows  # reads what was assembled here
-
         return _with_rows(problem, rows(self, problem)), self.names
 
     def choice(self, name: str, labels: Sequence[str], times: list[dict[int, float]]) -> int:
@@ -255,8 +255,6 @@ class _Formulator:
         wire.demands[direction][End(choice, tuple(wire.node(p) for p in places))] = None
 
     def back(self, ops: Sequence[Op], p: Placement) -> Placement:
-        from autopar.rules.strategy import letter_at, right_of
-
         for op in reversed(ops):
             rule, where = self.rules[op.name], {}
             outs = rule.outputs[0]
@@ -393,6 +391,3 @@ class _Formulator:
 
 def _with_rows(p: Problem, rows: tuple[Row, ...]) -> Problem:
     return Problem(p.stages, p.accounts, p.choices, p.values, p.reruns, rows, p.budget_bytes, p.constant_s, p.forbidden)
-
-
-__all__ = ["NONE", "Key", "Names", "Setting", "formulate"]
