@@ -150,7 +150,10 @@ def _explain(problem: Problem, limits: Limits, start: float) -> Infeasible:
         mathopt.SolverType.HIGHS,
         params=mathopt.SolveParameters(time_limit=datetime.timedelta(seconds=left), relative_gap_tolerance=0.02),
     )
-    if result.termination.reason not in (mathopt.TerminationReason.OPTIMAL, mathopt.TerminationReason.FEASIBLE):
+    reason = result.termination.reason
+    if reason not in (mathopt.TerminationReason.OPTIMAL, mathopt.TerminationReason.FEASIBLE):
+        if reason == mathopt.TerminationReason.NO_SOLUTION_FOUND:
+            raise TimeoutError(f"the budget does not suffice, and by how much was not found within {limits.seconds:.0f} s")
         raise AssertionError("a demand that no supply can reach: the problem is wrong, not its budget")
     variables = list(model.variables())
     values = result.variable_values()

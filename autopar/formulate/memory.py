@@ -31,6 +31,10 @@ class _Rows:
         self.position = {op.name: i for i, op in enumerate(ops)}
         self.end = len(ops)
         self.written = self._written()
+        self.remade: dict[int, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)  # value -> reruns that make it, at which nodes
+        for i, rerun in enumerate(problem.reruns):
+            for v, nodes in rerun.makes:
+                self.remade[v].append((i, nodes))
         self.live: list[dict[Key, float]] = [defaultdict(float) for _ in range(self.end + 1)]
 
     def _written(self) -> set[str]:
@@ -107,11 +111,9 @@ class _Rows:
                 elif direction == 1 and arc.times:
                     self.add(("e", v, 1, a), size[arc.dst], min(users[1]), max(users[1]))
         if value.backward is not None and value.name in self.written and users[1]:
-            for i, rerun in enumerate(self.problem.reruns):
-                for w, nodes in rerun.makes:
-                    if w == v:
-                        for s, n in enumerate(nodes):
-                            self.add(("r", i, s), size[n], min(users[1]), max(users[1]))
+            for i, nodes in self.remade[v]:
+                for s, n in enumerate(nodes):
+                    self.add(("r", i, s), size[n], min(users[1]), max(users[1]))
 
     def users(self, name: str, direction: str) -> list[str]:
         """Ops of `direction` that read `name`, through views."""

@@ -78,7 +78,6 @@ class _Wire:
     reads: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     overlaps: bool = False
     fates: bool = False
-    padded: Placement | None = None
 
     def node(self, p: Placement) -> int:
         return self.nodes.setdefault(p, len(self.nodes))
@@ -94,6 +93,9 @@ class _Formulator:
         self.names = Names(self.cl)
         self.moves: dict[tuple[Placement, Placement], list[Step] | None] = {}
         self.param_of = {t.name: n for n, t in graph.params.items()}
+        self.params_of_grad: dict[str, list[str]] = defaultdict(list)
+        for p, grad in graph.grads.items():
+            self.params_of_grad[grad].append(p)
         self.renamed: dict[str, list[int]] = {}
         self.cl_readers: dict[str, list[Op]] = defaultdict(list)
         for op in graph.ops:
@@ -120,10 +122,11 @@ class _Formulator:
         for name in dict.fromkeys([*g.outputs, *g.buffer_updates.values()]):
             if name:
                 self.wires[name].demands[0][End(self.fixed, (self.wires[name].node(Placement.of(g.tensors[name].shape)),))] = None
+        self.names.value_of = {n: i for i, n in enumerate(self.wires)}
         made_again = [self.rerun(op, times) for op, times in reruns]
         values = [self.value(w) for w in self.wires.values()]
-        made_again = [self.remapped(r) for r in made_again]
-        self.names.value_of = {n: i for i, n in enumerate(self.wires)}
+        names = list(self.wires)
+        made_again = [self.remapped(r, names) for r in made_again]
         self.names.merged = frozenset(self.renamed)
         self.names.nodes = [list(w.nodes) for w in self.wires.values()]
         choices = tuple(Choice(n, labels, tuple(times)) for n, labels, times in self.choices)
@@ -220,13 +223,14 @@ class _Formulator:
                 continue
             places = [m[i] for m in self.cl.made[op.name]]
             wire = self.wire(t)
-            if t.name in self.graph.grads.values():
+            if t.name in self.params_of_grad:
                 wire.overlaps = True
             end = End(c, tuple(wire.node(p) for p in places if p is not None))
             wire.supplies[direction].append(end)
             wire.fates = direction == 0
-        for p, grad in self.graph.grads.items():
-            if any(t is not None and t.name == grad for t in op.outputs):
+        for t in (t for t in op.outputs if t is not None):
+            for p in self.params_of_grad.get(t.name, ()):
+                grad = t.name
                 choice, options = self.names.storage[p]
                 wire = self.wires[grad]
                 wire.nbytes = self.graph.tensors[grad].numel * self.grad_bytes(p)
@@ -274,22 +278,18 @@ class _Formulator:
     def rerun(self, op: Op, times: tuple[dict[int, float], ...]) -> Rerun:
         c = self.cl.of[op.name]
         reads = []
-        position = {n: i for i, n in enumerate(self.wires)}
         for i, t in enumerate(op.inputs):
-            if t.name in self.cl.chain:
-                if self.cl.chain[t.name][1]:
-                    continue  # parameters are at hand in backward; the chain is made again with its reader
-                wire = self.wires[t.name]
-            else:
-                wire = self.wires[t.name]
+            if t.name in self.cl.chain and self.cl.chain[t.name][1]:
+                continue  # parameters are at hand in backward; the chain is made again with its reader
+            wire = self.wires[t.name]
             nodes = tuple(wire.node(w[i]) for w in self.cl.want[op.name])
             wire.reads.append((len(self.names.reruns), nodes))
-            reads.append((position[t.name], nodes))
+            reads.append((self.names.value_of[t.name], nodes))
         makes = []
         for i, t in enumerate(op.outputs):
             if t is not None:
                 wire = self.wires[t.name]
-                makes.append((position[t.name], tuple(wire.node(m[i]) for m in self.cl.made[op.name])))  # type: ignore[arg-type]
+                makes.append((self.names.value_of[t.name], tuple(wire.node(m[i]) for m in self.cl.made[op.name])))  # type: ignore[arg-type]
         self.names.reruns.append(op.name)
         return Rerun(op.name, c, times, tuple(dict.fromkeys(reads)), tuple(makes))
 
@@ -332,9 +332,8 @@ class _Formulator:
             w.demands[d] = {End(e.choice, rename(e.nodes)): None for e in w.demands[d]}
         w.reads = [(i, rename(nodes)) for i, nodes in w.reads]
 
-    def remapped(self, r: Rerun) -> Rerun:
+    def remapped(self, r: Rerun, names: Sequence[str]) -> Rerun:
         """`r` on the nodes that merging left."""
-        names = list(self.wires)
 
         def fix(pairs: tuple[tuple[int, tuple[int, ...]], ...]) -> tuple[tuple[int, tuple[int, ...]], ...]:
             return tuple((v, tuple(self.renamed[names[v]][n] for n in nodes) if names[v] in self.renamed else nodes) for v, nodes in pairs)
