@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,13 @@ class Mesh:
     def size(self) -> int:
         return math.prod(a.size for a in self.axes)
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(a.name for a in self.axes)
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        return {a.name: a.size for a in self.axes}
 
     @property
     def parents(self) -> dict[str, int]:
@@ -56,7 +61,7 @@ class Mesh:
         return out
 
     def axis_size(self, name: str) -> int:
-        return next(a.size for a in self.axes if a.name == name)
+        return self.sizes[name]
 
     def sizes_product(self, names: tuple[str, ...]) -> int:
         return math.prod(self.axis_size(n) for n in names)

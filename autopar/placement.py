@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from autopar.mesh import Mesh
 
@@ -51,12 +52,19 @@ class Placement:
             tuple(sorted((partial or {}).items())),
         )
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # placements are keys of many tables, and are made once and looked up often
+        return hash((self.shape, self.splits, self.partial))
+
+    @cached_property
     def where(self) -> dict[str, tuple[int, int]]:
         """axis -> (dim, stride)."""
         return {s.axis: (s.dim, s.stride) for s in self.splits}
 
-    @property
+    @cached_property
     def reductions(self) -> dict[str, str]:
         return dict(self.partial)
 
@@ -83,14 +91,16 @@ class Placement:
 
     def is_valid(self, mesh: Mesh) -> bool:
         """Every digit divides, and no two overlap."""
-        for dim, size in enumerate(self.shape):
-            left = size
-            for s in sorted((s for s in self.splits if s.dim == dim), reverse=True):
-                w = mesh.axis_size(s.axis)
-                if s.stride < 1 or left % (s.stride * w):
+        dim, left = -1, 0
+        for s in reversed(self.splits):
+            if s.dim != dim:
+                if not 0 <= s.dim < len(self.shape):
                     return False
-                left = s.stride
-        return all(0 <= s.dim < len(self.shape) for s in self.splits)
+                dim, left = s.dim, self.shape[s.dim]
+            if s.stride < 1 or left % (s.stride * mesh.axis_size(s.axis)):
+                return False
+            left = s.stride
+        return True
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         shape = list(self.shape)

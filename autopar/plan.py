@@ -39,13 +39,15 @@ class ParamChoice:
 
 @dataclass(frozen=True)
 class CollectiveUse:
-    """A collective the shard pass inserted: kind, axes, local bytes moved a rank, the tensor it serves, direction."""
+    """A collective the shard pass inserted: kind, axes, local bytes moved a rank, the tensor it serves, direction; how many there are of it
+    (one for each of a class of tensors, where the plan is made for equal layers at once)."""
 
     kind: str
     axes: tuple[str, ...]
     wire_bytes: float
     tensor: str
     direction: str
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,9 @@ class Plan:
     # Empty in a hand layout: backward then reads whatever version is cheapest, and all of them are kept.
     kept: dict[str, Placement] = field(default_factory=dict)  # what backward reads of forward -> the version of it that is kept
     recompute: frozenset[str] = frozenset()  # ops that run again in backward
+    # Which program it is for (`autopar.refit`): of its canonical graph, and operators that stand for all others, in order.
+    fingerprint: str = ""
+    order: tuple[str, ...] = ()
     # What planning says of it; a hand layout says nothing.
     cluster: str = ""
     activations: dict[str, str] = field(default_factory=dict)  # what backward needs of forward -> "save" | "recompute"
@@ -116,10 +121,10 @@ class Plan:
         for c in self.collectives:
             key = (c.direction, c.kind, " x ".join(_merge(list(c.axes))))
             count, total = uses.get(key, (0, 0.0))
-            uses[key] = (count + 1, total + c.wire_bytes)
+            uses[key] = (count + c.count, total + c.count * c.wire_bytes)
         for (direction, kind, names), (count, total) in sorted(uses.items()):
             lines.append(f"  {direction:<8} {kind:<15} over {names:<12} {count:>5} x, {total / 1e6:,.2f} MB sent a rank")
-        lines.append(f"  collectives: {sum(c.kind != 'slice' for c in self.collectives)}; those of activations block")
+        lines.append(f"  collectives: {sum(c.count for c in self.collectives if c.kind != 'slice')}; those of activations block")
         lines.append(f"  fallbacks (ops without a rule, replicated): {self.fallbacks or 'none'}")
         if self.activations:
             saved = sum(f == "save" for f in self.activations.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -11,11 +12,14 @@ from autopar.cost.fusion import fused
 from autopar.errors import AutoparError
 from autopar.formulate.apply import apply
 from autopar.formulate.problem import Setting, formulate
+from autopar.formulate.quotient import quotient
 from autopar.graph import Graph
 from autopar.infeasible import InfeasibleError
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.rules import lookup
+from autopar.solver.fold import Folded, fold
+from autopar.solver.shrink import shrink
 from autopar.solver.solve import Infeasible, Limits, Solution, solve
 
 
@@ -26,7 +30,7 @@ class Planned:
 
 
 def plan_graph(
-    graph: Graph,
+    graph: Graph | Folded,
     mesh_axes: Mapping[str, int],
     cluster: Cluster,
     setting: Setting,
@@ -35,12 +39,21 @@ def plan_graph(
 ) -> Planned:
     """The best plan for `graph` on a mesh of `cluster`'s devices, under `setting.budget_bytes`.
 
+    graph: as captured, or folded already (from shallow captures of a deep program: `autopar.tile`).
+
     Raises InfeasibleError naming the position of the step that does not fit, by how much, and what would help.
     """
     mesh = Mesh.of(dict(mesh_axes))
-    rules = {op.name: lookup(op) for op in graph.ops}
-    cost = Cost(cluster, mesh, fused(graph, rules))
-    problem, names = formulate(graph, rules, mesh, cost, setting)
+    tell = progress or (lambda stage, seconds: None)
+    start = time.perf_counter()
+    folded = fold(graph) if isinstance(graph, Graph) else graph
+    tell("fold", time.perf_counter() - start)
+    start = time.perf_counter()
+    small = shrink(folded)
+    rules = {op.name: lookup(op) for op in small.graph.ops}
+    cost = Cost(cluster, mesh, fused(small.graph, rules))
+    problem, names = formulate(quotient(small), rules, mesh, cost, setting)
+    tell("formulate", time.perf_counter() - start)
     try:
         found = solve(problem, limits, progress=progress)
     except TimeoutError as e:
@@ -55,9 +68,9 @@ def plan_graph(
             shortfall_bytes=int(found.shortfall_bytes),
             remedy=f"{found.least_bytes / 1e9:.2f} GB a device would do; or more devices, a smaller batch or shorter sequences",
         )
-    plan = apply(graph, rules, mesh, setting, problem, names, found.decision)
+    plan = apply(folded, small, rules, mesh, setting, problem, names, found.decision)
     stages = dict(zip((f"{s}_s" for s in problem.stages), found.price.stage_s, strict=True))
-    again = {t.name: "recompute" for op in graph.ops if op.name in plan.recompute for t in op.outputs if t is not None}
+    again = {t.name: "recompute" for op in folded.graph.ops if op.name in plan.recompute for t in op.outputs if t is not None}
     plan = replace(
         plan,
         cluster=cluster.name,

@@ -19,8 +19,8 @@ Constraints
     (rerun)   r[o,s] <= x[c(o),s]
     (time)    T[t] >= sum over what runs of its time on account a of stage t
     (memory)  constant + sum of bytes x variable <= budget at every position
-Objective: the sum of T, and a hundred-thousandth of all traffic: where a link has time to spare, the plan shall still not send what it
-need not. As traffic is at most (resources - 1) x T, the bound of T alone is the bound found / (1 + TIE x resources): `Program.true_bound`.
+Objective: the sum of T, and a hundred-thousandth of all traffic and all that runs again: where there is time to spare, the plan shall still
+not do what it need not. As that is at most resources x T, the bound of T alone is the bound found / (1 + TIE x resources): `Program.true_bound`.
 
 x binary and fates continuous is the bound: a fate is then a share of the layers of a fold. A per-consumer flow is needed: shared arc
 variables alone could support themselves in a cycle.
@@ -110,6 +110,7 @@ class Program:
                 hi = 1.0 if o.rerun is None or i in o.rerun else 0.0
                 self.variable["r", i, s] = v = self.add(0.0, hi, o.fates == "binary")
                 self.charge(v, rerun.times[s])
+                self.cost[v] = TIE * 1e3 * sum(rerun.times[s].values())
                 self.constrain("rerun", -np.inf, 0.0, [(v, 1.0), (self.variable["x", rerun.choice, s], -1.0)])
         for i, value in enumerate(p.values):
             for n in value.fates:

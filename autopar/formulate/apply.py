@@ -1,4 +1,4 @@
-"""A decision about the Problem -> the Plan that passes apply."""
+"""A decision about the Problem -> the Plan that passes apply: every operator does what its class does, in every copy of a layer."""
 
 from __future__ import annotations
 
@@ -6,52 +6,81 @@ import math
 from collections.abc import Mapping
 
 from autopar.formulate.problem import Names, Setting
-from autopar.graph import Graph
 from autopar.mesh import Mesh
 from autopar.placement import Placement
 from autopar.plan import CollectiveUse, OpChoice, ParamChoice, Plan
 from autopar.rules.grammar import Rule
+from autopar.solver.fold import Folded
 from autopar.solver.problem import Decision, Problem
+from autopar.solver.shrink import Shrunk
 from autopar.storage import batch_placements, representable
 
 
 def apply(
-    graph: Graph, rules: Mapping[str, Rule], mesh: Mesh, setting: Setting, problem: Problem, names: Names, decision: Decision
+    folded: Folded,
+    shrunk: Shrunk,
+    rules: Mapping[str, Rule],
+    mesh: Mesh,
+    setting: Setting,
+    problem: Problem,
+    names: Names,
+    decision: Decision,
 ) -> Plan:
-    x, cl = decision.strategies, names.clusters
-    ops: dict[str, OpChoice] = {}
-    repeated: dict[str, float] = {}
-    for op in graph.ops:
-        s = cl.clusters[cl.of[op.name]].members[op.name][x[cl.of[op.name]]]
+    """folded: the graph that the plan is for; shrunk: the smaller one that was planned."""
+    graph, q, cl, x = folded.graph, names.quotient, names.clusters, decision.strategies
+    by_class: dict[str, OpChoice] = {}
+    repeats: dict[str, float] = {}
+    for op in q.classes.ops:
+        c = cl.of[op.name]
+        s = cl.clusters[c].members[op.name][x[c]]
         rule = rules[op.name]
-        ops[op.name] = OpChoice(dict(s.split), dict(s.partial), rule.kind, rule.is_fallback)
+        by_class[op.name] = OpChoice(dict(s.split), dict(s.partial), rule.kind, rule.is_fallback)
         idle = math.prod(a.size for a in mesh.axes if a.name not in dict(s.split))
         if rule.is_heavy and idle > 1:
-            repeated[op.name] = float(idle)
+            repeats[op.name] = float(idle)
     params = {}
     for name, t in graph.params.items():
-        choice, options = names.storage[name]
+        rep = folded.tensor_rep[t.name]
+        choice, options = names.storage[rep]
         o = options[x[choice]]
-        params[name] = ParamChoice(
-            t.shape, t.dtype, o.padded, o.placement, _read_at(problem, names, decision, t.name, t.shape), name in setting.trainable
-        )
+        read = _read_at(problem, names, decision, rep, t.shape)
+        params[name] = ParamChoice(t.shape, t.dtype, o.padded, o.placement, read, name in setting.trainable)
     data = names.input_options[x[names.inputs]]
     outputs = tuple(Placement.of(()) if not n else representable(Placement.of(graph.tensors[n].shape), mesh) for n in graph.outputs)
-    kept, rerun = {}, frozenset(names.reruns[i] for i in decision.rerun)
-    made = {t.name: (op, i) for op in graph.ops for i, t in enumerate(op.outputs) if t is not None}
-    for v, nodes in decision.kept.items():
-        value = problem.values[v]
-        (n,) = nodes
-        kept[value.name] = names.nodes[v][n]
-        if value.name in names.merged:  # its nodes stand for sizes: it is kept as it is made
-            op, i = made[value.name]
-            p = cl.made[op.name][x[cl.of[op.name]]][i]
-            assert p is not None
-            kept[value.name] = p
+    at = {problem.values[v].name: _kept_at(problem, names, decision, v) for v in decision.kept}
+    again = {names.reruns[i] for i in decision.rerun}
+    outputs_of = {op.name: op.outputs for op in q.graph.ops}
+    kept: dict[str, Placement] = {}
+    ops: dict[str, OpChoice] = {}
+    repeated: dict[str, float] = {}
+    rerun: set[str] = set()
+    for op in graph.ops:
+        small = shrunk.image[op.name]
+        rep = q.rep[small]
+        ops[op.name] = by_class[rep]
+        if rep in repeats:
+            repeated[op.name] = repeats[rep]
+        if rep in again:
+            rerun.add(op.name)
+        for t, u in zip(op.outputs, outputs_of[small], strict=True):
+            if t is not None and u is not None and q.group[u.name] in at:
+                kept[t.name] = at[q.group[u.name]]
     return Plan(
         dict(mesh.parents), "planned", params, ops, batch_placements(graph.inputs, data, mesh), outputs, data,
-        {op.name: op.target for op in graph.ops}, _collectives(mesh, problem, names, decision), repeated, True, kept, rerun,
+        {op.name: op.target for op in graph.ops}, _collectives(mesh, problem, names, decision), repeated, True, kept, frozenset(rerun),
+        fingerprint=folded.fingerprint(), order=tuple(op.name for op in shrunk.graph.ops),
     )  # fmt: skip
+
+
+def _kept_at(problem: Problem, names: Names, decision: Decision, v: int) -> Placement:
+    value = problem.values[v].name
+    (n,) = decision.kept[v]
+    if value not in names.merged:
+        return names.nodes[v][n]
+    op, i = names.clusters.maker[names.quotient.tensor_rep[value]]  # its nodes stand for sizes: it is kept as it is made
+    p = names.clusters.made[op][decision.strategies[names.clusters.of[op]]][i]
+    assert p is not None
+    return p
 
 
 def _collectives(mesh: Mesh, problem: Problem, names: Names, decision: Decision) -> tuple[CollectiveUse, ...]:
@@ -61,8 +90,8 @@ def _collectives(mesh: Mesh, problem: Problem, names: Names, decision: Decision)
         for a in sorted(arcs):
             value = problem.values[v].name
             steps, itemsize = names.steps[value, direction, a]
-            way = ("forward", "backward")[direction]
-            out += [CollectiveUse(s.kind, s.axes, s.wire_bytes(mesh, 1) * itemsize, value, way) for s in steps]
+            way, count = ("forward", "backward")[direction], names.quotient.count(value)
+            out += [CollectiveUse(s.kind, s.axes, s.wire_bytes(mesh, 1) * itemsize, value, way, count) for s in steps]
     return tuple(out)
 
 

@@ -2,6 +2,9 @@
 
 - A cheap op follows the operand it mostly reads, if it can run on every placement that operand may have, without communication.
 - The products of a backward follow their forward product: the same loops, split the same way.
+- Products of one operand with weights of one shape (gate and up, key and value) are alike: the second follows the first.
+- A sum of gradients decides where a Partial is reduced; one that goes on with such a sum follows it; one of which no operand is
+  ever Partial is a cheap op like others.
 - Views and casts of parameters follow who uses them.
 All else leads a cluster of its own, with every strategy its rule allows.
 """
@@ -13,7 +16,7 @@ from dataclasses import dataclass, field
 
 from autopar.formulate.cuts import letter_cuts
 from autopar.formulate.options import OpStrategy, strategies
-from autopar.graph import Graph, Op
+from autopar.graph import Graph, Op, Tensor
 from autopar.mesh import Mesh
 from autopar.placement import Placement
 from autopar.rules.grammar import Rule
@@ -36,7 +39,7 @@ class Cluster:
 class Clusters:
     """of: op -> index of its cluster. want, made: op -> per strategy, placements of operands and outputs.
 
-    chain: tensors that follow from one parameter alone -> (the parameter's tensor, ops from it).
+    chain: tensors that follow from one parameter alone -> (the parameter's tensor, ops from it). maker: tensor -> (op, which output).
     """
 
     clusters: list[Cluster]
@@ -44,9 +47,11 @@ class Clusters:
     want: dict[str, list[tuple[Placement, ...]]]
     made: dict[str, list[tuple[Placement | None, ...]]]
     chain: dict[str, tuple[str, tuple[Op, ...]]]
+    maker: dict[str, tuple[str, int]]
 
 
 def clusters(graph: Graph, rules: Mapping[str, Rule], mesh: Mesh) -> Clusters:
+    """graph: one operator per class; an operator may read what is made further on (by the copy before it)."""
     return _Builder(graph, rules, mesh).run()
 
 
@@ -64,6 +69,8 @@ class _Builder:
         self.of: dict[str, int] = {}
         self.want: dict[str, list[tuple[Placement, ...]]] = {}
         self.made: dict[str, list[tuple[Placement | None, ...]]] = {}
+        self.given = {n.split(".")[0] for n in (*graph.outputs, *graph.grads.values(), *graph.buffer_updates.values())}
+        self.position = {op.name: i for i, op in enumerate(graph.ops)}
         self.forward_heavy = [op for op in graph.ops if op.direction == "forward" and rules[op.name].is_heavy]
 
     def run(self) -> Clusters:
@@ -75,11 +82,33 @@ class _Builder:
                 waiting.append(op)
         chained = {op.name for op in waiting}
         for op in self.graph.ops:
-            if op.name not in chained:
-                self.place(op)
+            if op.name not in chained and op.direction == "forward" and self.is_carried(op):
+                self.lead(op)
+        early: list[Op] = []  # they read only what is made further on, by the copy before theirs in backward
+        for op in self.graph.ops:
+            if op.name not in chained and op.name not in self.of:
+                if op.direction == "backward" and self.rules[op.name].kind in ("cheap", "view") and self.reads_ahead(op):
+                    early.append(op)
+                else:
+                    self.place(op)
+        for op in early:
+            self.place(op)
+        for op in reversed(self.graph.ops):
+            if op.name not in chained and self.rules[op.name].kind == "view":
+                self.move_to_reader(op)
         for op in reversed(waiting):
             self.follow_reader(op)
-        return Clusters(self.clusters, self.of, self.want, self.made, self.chain)
+        return Clusters(self.clusters, self.of, self.want, self.made, self.chain,
+                        {t: (op.name, i) for t, (op, i) in self.maker.items()})  # fmt: skip
+
+    def is_carried(self, op: Op) -> bool:
+        """Whether an operator further up reads what `op` makes: the next copy of a layer. It leads, so that they can follow it."""
+        at = self.position[op.name]
+        return any(self.position[r.name] <= at for t in op.outputs if t is not None for r in self.readers.get(t.name, ()))
+
+    def reads_ahead(self, op: Op) -> bool:
+        makers = [self.maker[t.name][0].name for t in op.inputs if t.name in self.maker]
+        return bool(makers) and all(m not in self.of for m in makers)
 
     def is_chain(self, op: Op) -> bool:
         rule = self.rules[op.name]
@@ -93,11 +122,17 @@ class _Builder:
     def place(self, op: Op) -> None:
         rule = self.rules[op.name]
         if rule.is_heavy or rule.kind in ("loss", "norm"):
-            if op.direction == "backward" and self.tie(op):
+            if op.direction == "backward" and (
+                self.tie(op) or (not rule.is_heavy and any(self.follow(op, i) for i in self.leaders_of(op)))
+            ):
+                return
+            if op.direction == "forward" and self.is_like(op):
                 return
             self.lead(op)
             return
-        if not self.joins_streams(op):
+        if not self.joins_streams(op) or self.goes_on(op):
+            if op.direction == "backward" and self.follow_twin(op):
+                return
             for i in self.leaders_of(op):
                 if self.follow(op, i):
                     return
@@ -111,19 +146,71 @@ class _Builder:
             for t in op.inputs
             if t.name in self.maker and t.numel > 1 and t.shape == op.inputs[0].shape
         }
-        return len(op.inputs) > 1 and frozenset(range(len(op.inputs))) in rule.linear and len(made - {None}) > 1
+        joins = len(op.inputs) > 1 and frozenset(range(len(op.inputs))) in rule.linear and len(made - {None}) > 1
+        if not joins or op.direction == "forward":
+            return joins
+        return any(self.is_partial(t) for t in op.inputs)
+
+    def goes_on(self, op: Op) -> bool:
+        """Whether `op` adds to a sum of gradients that is decided already."""
+        return op.direction == "backward" and any(self.is_sum(self.maker[t.name][0]) for t in op.inputs if t.name in self.maker)
+
+    def is_sum(self, op: Op) -> bool:
+        rule = self.rules[op.name]
+        return op.direction == "backward" and len(op.inputs) > 1 and frozenset(range(len(op.inputs))) in rule.linear and op.name in self.of
+
+    def is_partial(self, t: Tensor) -> bool:
+        """Whether some strategy leaves `t` Partial."""
+        if t.name not in self.maker or self.maker[t.name][0].name not in self.of:
+            return False
+        maker, i = self.maker[t.name]
+        return any((p := m[i]) is not None and p.partial for m in self.made[maker.name])
+
+    def is_like(self, op: Op) -> bool:
+        """Follows a product of the same operand with a weight of the same shape."""
+        rule = self.rules[op.name]
+        if rule.kind != "matmul":
+            return False
+        mine = [(self.base(t.name), t.shape) for t in op.inputs]
+        for other in self.forward_heavy:
+            if other.name not in self.of or other.target != op.target or len(other.inputs) != len(op.inputs):
+                continue
+            theirs = [(self.base(t.name), t.shape) for t in other.inputs]
+            params = [i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a[0] != b[0]]
+            if [shape for _, shape in mine] == [shape for _, shape in theirs] and all(
+                t.name in self.chain for i in params for t in (op.inputs[i], other.inputs[i])
+            ):
+                return self.join(op, self.of[other.name], list(self.clusters[self.of[other.name]].members[other.name]))
+        return False
 
     def leaders_of(self, op: Op) -> list[int]:
-        """Operands to follow, best first: in backward what forward saved, then the largest."""
-        seen: list[tuple[bool, int, int]] = []
+        """Operands to follow, best first: in backward what forward saved (of the result's shape, else a row statistic), then the largest."""
+        seen: list[tuple[int, int, int]] = []
         for i, t in enumerate(op.inputs):
             if t.name in self.maker and self.maker[t.name][0].name in self.of:
                 saved = op.direction == "backward" and self.maker[t.name][0].direction == "forward"
-                seen.append((not saved or not any(o is not None and o.shape == t.shape for o in op.outputs), -t.numel, i))
+                shapes = [o.shape for o in op.outputs if o is not None]
+                fit = 2
+                if saved and t.shape in shapes:
+                    fit = 0
+                elif saved and t.numel > 1 and any(t.shape == (*o[:-1], 1) for o in shapes):
+                    fit = 1
+                seen.append((fit, -t.numel, i))
         return [i for _, _, i in sorted(seen)]
 
-    def follow(self, op: Op, index: int) -> bool:
-        maker, output = self.maker[op.inputs[index].name]
+    def follow_twin(self, op: Op) -> bool:
+        """A gradient that may be Partial, times a parameter: where forward multiplied by that parameter, so is it here."""
+        for i, t in enumerate(op.inputs):
+            if self.is_partial(t) and frozenset(range(len(op.inputs))) not in self.rules[op.name].linear:
+                for w in op.inputs:
+                    for f in self.readers.get(w.name, ()) if w.name in self.chain else ():
+                        if f.direction == "forward" and f.name in self.of and f.outputs[0] is not None and f.out.shape == t.shape:
+                            return self.follow(op, i, (f, 0))
+        return False
+
+    def follow(self, op: Op, index: int, source: tuple[Op, int] | None = None) -> bool:
+        """Places `op` as operand `index` is made (or as the output `source` is)."""
+        maker, output = source or self.maker[op.inputs[index].name]
         cluster = self.of[maker.name]
         out = []
         for s in range(self.clusters[cluster].size):
@@ -149,8 +236,9 @@ class _Builder:
             ):
                 return None  # a reduction of what forward goes on with: its own decision
             split[axis] = found
-        passes = frozenset({index}) in rule.linear and len(op.inputs) == 1 and all(r == "sum" for _, r in p.partial)
-        return OpStrategy.of(split, {a: frozenset({index}) for a, _ in p.partial} if passes else None)
+        everything = frozenset(range(len(op.inputs)))
+        passes = everything in rule.linear and all(r == "sum" for _, r in p.partial) and (len(op.inputs) == 1 or op.direction == "backward")
+        return OpStrategy.of(split, {a: everything for a, _ in p.partial} if passes else None)
 
     def join(self, op: Op, cluster: int, chosen: list[OpStrategy]) -> bool:
         rule = self.rules[op.name]
@@ -335,6 +423,27 @@ class _Builder:
         letter, stride = found
         return next(((d, stride * right_of(x, letter, rule)) for d, x in enumerate(outs) if letter in x), None)
 
+    # ---- views -----------------------------------------------------------------------------------------------
+
+    def move_to_reader(self, op: Op) -> None:
+        """A view that one cluster reads is made there: what is brought to the readers is then the tensor itself, once for all its views
+        (backward's products read a gradient and its transpose)."""
+        readers = self.readers.get(op.out.name, ()) if op.outputs[0] is not None else ()
+        into = {self.of.get(r.name) for r in readers}
+        (cluster,) = into if len(into) == 1 else (None,)
+        if cluster is None or cluster == self.of[op.name] or len(op.inputs) != 1 or op.inputs[0].numel != op.out.numel:
+            return
+        if op.name in (self.clusters[self.of[op.name]].leader, *self.given):
+            return
+        wants = {tuple(w[i] for w in self.want[r.name]) for r in readers for i, t in enumerate(r.inputs) if t.name == op.out.name}
+        if len(wants) != 1:
+            return
+        chosen = [self.pulled(op, p) for p in wants.pop()]
+        if all(s is not None for s in chosen):
+            old = self.clusters[self.of[op.name]].members.pop(op.name)
+            if not self.join(op, cluster, [s for s in chosen if s is not None]):
+                self.clusters[self.of[op.name]].members[op.name] = old
+
     # ---- views of parameters ---------------------------------------------------------------------------------
 
     def follow_reader(self, op: Op) -> None:
@@ -358,4 +467,6 @@ class _Builder:
             if found is None or not rule.factors[found[0]].split:
                 return None
             split[axis] = found
-        return OpStrategy.of(split)
+        if p.partial and (frozenset({0}) not in rule.linear or any(r != "sum" for _, r in p.partial)):
+            return None
+        return OpStrategy.of(split, {a: frozenset({0}) for a, _ in p.partial})

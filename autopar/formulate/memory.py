@@ -3,6 +3,11 @@
 Transient: what a position's own direction made and still reads, at the placement it was made in, and versions brought elsewhere from first to
 last use. Kept: from where it is made to its last use in backward. Made again: from first to last use in backward. Tensors that fused
 kernels never write are not counted. Rows whose terms another row has too, and more, are left out.
+
+Repeated layers. The graph has a first copy, a middle one that stands for M, and a last one. At a position in copy g of the M, what is kept of
+the g - 1 copies before it is whole, and its neighbours' and its own tensors live as they do around the graph's middle copy: the bytes are
+affine in g, with the sizes kept as the slope. So the peak over g lies at g = 1 or g = M. In forward kept bytes only grow, so g = M
+suffices. In backward kept bytes shrink and gradients grow as g falls: there is a row for either end.
 """
 
 from __future__ import annotations
@@ -10,6 +15,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from autopar.solver.problem import Key, Problem, Row
 
@@ -35,7 +42,18 @@ class _Rows:
         for i, rerun in enumerate(problem.reruns):
             for v, nodes in rerun.makes:
                 self.remade[v].append((i, nodes))
-        self.live: list[dict[Key, float]] = [defaultdict(float) for _ in range(self.end + 1)]
+        # Positions in the middle copy of every stack, forward and backward; by operator, the stack that it is in the middle of.
+        self.middle: dict[int, tuple[list[int], list[int]]] = {}
+        self.stack_of: dict[str, int] = {}
+        for s, stack in enumerate(f.q.stacks):
+            self.middle[s] = [self.position[n] for n in stack.forward[-2]], [self.position[n] for n in stack.backward[-2]]
+            for n in (*stack.forward[-2], *stack.backward[-2], *stack.leaves[-2]):
+                self.stack_of[n] = s
+        # Column i is position i; from `end` + 1 on, positions of backward in middle copies a second time, for the last of M to run.
+        self.again = {i: self.end + 1 + k for k, i in enumerate(i for s in self.middle for i in self.middle[s][1])}
+        self.width = self.end + 1 + len(self.again)
+        self.index: dict[Key, int] = {}
+        self.entries: list[tuple[int, np.ndarray, float]] = []  # variable, positions, bytes
 
     def _written(self) -> set[str]:
         out = set()
@@ -50,50 +68,75 @@ class _Rows:
         return out
 
     def rows(self) -> tuple[Row, ...]:
+        f, s = self.f, self.f.setting
         static: dict[Key, float] = defaultdict(float)
         step: dict[Key, float] = defaultdict(float)
-        s = self.f.setting
-        for name, (c, options) in self.f.names.storage.items():
+        for name, t in f.graph.params.items():
+            c, options = f.names.storage[f.q.group[t.name]]
+            times, trained, grad = f.q.tensor_times[t.name], name in s.trainable, f.graph.grads.get(name)
             for i, o in enumerate(options):
                 n = math.prod(o.placement.local_shape(self.mesh))
-                trained = name in s.trainable
-                static["x", c, i] += n * (s.master_bytes + (s.state_bytes if trained else 0.0))
+                static["x", c, i] += times * n * (s.master_bytes + (s.state_bytes if trained else 0.0))
                 if trained:
-                    step["x", c, i] += n * s.master_bytes * (1 + ADAMW_TEMPORARIES)
-                    grad = self.f.graph.grads.get(name)
+                    step["x", c, i] += times * n * s.master_bytes * (1 + ADAMW_TEMPORARIES)
                     if grad is not None:
-                        done = self.position[grad.split(".")[0]]
-                        self.add(("x", c, i), n * s.master_bytes, done, self.end)
+                        self.add(("x", c, i), n * s.master_bytes, self.position[grad.split(".")[0]], self.end - 1, t.name, grows=True)
         for v in range(len(self.problem.values)):
             self.value(v)
-        out = {}
-        for i, terms in enumerate(self.live):
-            if i < self.end and not any(t is not None and t.name in self.written for t in self.f.graph.ops[i].outputs):
-                continue
-            merged = dict(static)
-            for key, k in (step if i == self.end else terms).items():
-                merged[key] = merged.get(key, 0.0) + k
-            name = "optimizer step" if i == self.end else f"{self.f.graph.ops[i].direction} at {self.f.graph.ops[i].name}"
-            out[i] = (name, merged)
-        return tuple(Row(name, 0.0, tuple(sorted(terms.items()))) for name, terms in _undominated(list(out.values())))
+        live = np.zeros((len(self.index), self.width))
+        for variable, positions, nbytes in self.entries:
+            live[variable, positions] += nbytes
+        rows: list[tuple[str, dict[Key, float]]] = []
+        keys = list(self.index)
+        for i, op in enumerate(f.graph.ops):
+            if any(t is not None and t.name in self.written for t in op.outputs):
+                for at in (i, self.again[i]) if i in self.again else (i,):
+                    mine = live[:, at]
+                    terms = {keys[k]: float(mine[k]) for k in np.flatnonzero(mine)}
+                    rows.append((f"{op.direction} at {op.name}", _sum(static, terms)))
+        rows.append(("optimizer step", _sum(static, step)))
+        return tuple(Row(name, 0.0, tuple(sorted(terms.items()))) for name, terms in _undominated(rows))
 
-    def add(self, key: Key, nbytes: float, first: int, last: int) -> None:
-        for i in range(first, min(last, self.end - 1) + 1):
-            self.live[i][key] += nbytes
+    def add(self, key: Key, nbytes: float, first: int, last: int, tensor: str = "", grows: bool = False) -> None:
+        """Bytes of `tensor` from position `first` to `last`.
+
+        tensor: one of which copies further up or down hold others at the same time ("": it lives within its copy and the next);
+        grows: made in backward and held to the end, else made in forward and held to its use in backward.
+        """
+        if last < first or not nbytes:
+            return
+        k = self.index.setdefault(key, len(self.index))
+        own = np.zeros(self.width)
+        last = min(last, self.end - 1)
+        own[first : last + 1] = 1.0
+        for i, j in self.again.items():
+            own[j] = own[i]
+        times = self.f.q.tensor_times[tensor] if tensor else 1
+        stack = self.stack_of.get(tensor.split(".")[0], self.stack_of.get(tensor)) if tensor else None
+        if times > 1 and stack is not None:
+            forward, backward = self.middle[stack]
+            inside = np.zeros(self.width, bool)
+            inside[forward] = inside[backward] = True
+            inside[[self.again[i] for i in backward]] = True
+            live = np.where(inside, own, own * times)
+            others = [self.again[i] for i in backward] if grows else [*forward, *backward]
+            live[others] += times - 1
+            own = live
+        at = np.flatnonzero(own)
+        for factor in np.unique(own[at]):
+            self.entries.append((k, np.flatnonzero(own == factor), nbytes * float(factor)))
 
     def value(self, v: int) -> None:
+        for tensor in self.f.q.members[self.problem.values[v].name]:
+            self.tensor(v, tensor)
+
+    def tensor(self, v: int, tensor: str) -> None:
         f, value = self.f, self.problem.values[v]
         wire = f.wires[value.name]
-        places = list(wire.nodes)
-        size = {n: wire.nbytes * math.prod(p.local_shape(self.mesh)) / max(1, math.prod(p.shape)) for n, p in enumerate(places)}
-        base = value.name.split(".")[0]
-        made = self.position.get(value.name if value.name in self.position else base, -1)
-        users = {
-            0: [self.position[o] for o in self.users(value.name, "forward")],
-            1: [self.position[o] for o in self.users(value.name, "backward")],
-        }
-        is_param = value.name in f.param_of
-        if not is_param and value.name in self.written:
+        size = {n: wire.nbytes * math.prod(p.local_shape(self.mesh)) / max(1, math.prod(p.shape)) for n, p in enumerate(wire.nodes)}
+        made = self.position.get(tensor if tensor in self.position else tensor.split(".")[0], -1)
+        users = {0: self.users(tensor, "forward"), 1: self.users(tensor, "backward")}
+        if tensor not in f.param_of and tensor in self.written:
             direction = int(made >= self.turn)
             last = max(users[direction], default=made)
             for end in wire.supplies[direction]:
@@ -101,37 +144,38 @@ class _Rows:
                     self.add(("x", end.choice, s), size[n], made, last)
             for n in value.fates:
                 # While the value is alive in forward its own term counts it.
-                self.add(("y", v, n), size[n], max(users[0], default=made) + 1, max(users[1], default=self.turn))
+                self.add(("y", v, n), size[n], max(users[0], default=made) + 1, max(users[1], default=self.turn), tensor)
         for direction, flow in ((0, value.forward), (1, value.backward)):
             if flow is None or not users[direction]:
                 continue
             for a, arc in enumerate(flow.arcs):
-                if direction == 0 and users[0] and arc.times:
-                    self.add(("e", v, 0, a), size[arc.dst], min(users[0]), max(users[0]))
-                elif direction == 1 and arc.times:
-                    self.add(("e", v, 1, a), size[arc.dst], min(users[1]), max(users[1]))
-        if value.backward is not None and value.name in self.written and users[1]:
+                if arc.times:
+                    self.add(("e", v, direction, a), size[arc.dst], min(users[direction]), max(users[direction]))
+        if value.backward is not None and tensor in self.written and users[1]:
             for i, nodes in self.remade[v]:
                 for s, n in enumerate(nodes):
                     self.add(("r", i, s), size[n], min(users[1]), max(users[1]))
 
-    def users(self, name: str, direction: str) -> list[str]:
-        """Ops of `direction` that read `name`, through views."""
+    def users(self, name: str, direction: str) -> list[int]:
+        """Positions of the ops of `direction` that read `name`, through views."""
         out = []
         todo, seen = [name], {name}
-        readers = self.f.cl_readers
         while todo:
-            for op in readers.get(todo.pop(), ()):
+            for op in self.f.readers.get(todo.pop(), ()):
                 if op.direction == direction:
-                    out.append(op.name)
-                if (self.f.rules[op.name].kind == "view" or (name in self.f.param_of and op.name in self.f.chain_ops)) and op.outputs[
-                    0
-                ] is not None:
-                    t = op.outputs[0].name
-                    if t not in seen:
-                        seen.add(t)
-                        todo.append(t)
+                    out.append(self.position[op.name])
+                through = self.f.rules[op.name].kind == "view" or (name in self.f.param_of and self.f.is_chained(op))
+                if through and op.outputs[0] is not None and op.outputs[0].name not in seen:
+                    seen.add(op.outputs[0].name)
+                    todo.append(op.outputs[0].name)
         return out
+
+
+def _sum(a: dict[Key, float], b: dict[Key, float]) -> dict[Key, float]:
+    out = dict(a)
+    for key, k in b.items():
+        out[key] = out.get(key, 0.0) + k
+    return out
 
 
 def _undominated(rows: list[tuple[str, dict[Key, float]]]) -> list[tuple[str, dict[Key, float]]]:

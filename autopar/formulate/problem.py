@@ -18,8 +18,10 @@ from dataclasses import dataclass, field
 from autopar.cost import Cost
 from autopar.formulate.clusters import Clusters, clusters
 from autopar.formulate.memory import rows
+from autopar.formulate.options import OpStrategy
+from autopar.formulate.quotient import Quotient
 from autopar.formulate.storage import Storage, storages
-from autopar.graph import DTYPE_BYTES, Graph, Op, Tensor
+from autopar.graph import DTYPE_BYTES, Op, Tensor
 from autopar.mesh import Mesh
 from autopar.placement import Placement
 from autopar.redistribution import Step, redistribute
@@ -49,31 +51,34 @@ class Setting:
 
 @dataclass
 class Names:
-    """What the Problem's indices mean."""
+    """What the Problem's indices mean. Operators, parameters and tensors are named by their classes, values by one of their tensors."""
 
+    quotient: Quotient
     clusters: Clusters
-    storage: dict[str, tuple[int, list[Storage]]] = field(default_factory=dict)  # parameter -> (choice, its options)
+    storage: dict[str, tuple[int, list[Storage]]] = field(default_factory=dict)  # parameter's tensor -> (choice, its options)
     inputs: int = -1
     input_options: list[tuple[str, ...]] = field(default_factory=list)  # data axes per option
-    value_of: dict[str, int] = field(default_factory=dict)
+    value_of: dict[str, int] = field(default_factory=dict)  # value -> its index
     nodes: list[list[Placement]] = field(default_factory=list)  # per value
     reruns: list[str] = field(default_factory=list)
     steps: dict[tuple[str, int, int], tuple[list[Step], float]] = field(default_factory=dict)  # (value, direction, arc) -> steps, itemsize
     merged: frozenset[str] = frozenset()  # values whose nodes stand for sizes
 
 
-def formulate(graph: Graph, rules: Mapping[str, Rule], mesh: Mesh, cost: Cost, setting: Setting) -> tuple[Problem, Names]:
-    return _Formulator(graph, rules, mesh, cost, setting).run()
+def formulate(q: Quotient, rules: Mapping[str, Rule], mesh: Mesh, cost: Cost, setting: Setting) -> tuple[Problem, Names]:
+    """rules: of every operator of `q.graph`."""
+    return _Formulator(q, rules, mesh, cost, setting).run()
 
 
 @dataclass
 class _Wire:
-    """A value being assembled: its nodes, and who touches it."""
+    """A value being assembled: its nodes, who touches it, and how many tensors of the program it is."""
 
     name: str
     nbytes: float
+    count: int = 1
     nodes: dict[Placement, int] = field(default_factory=dict)
-    supplies: dict[int, list[End]] = field(default_factory=lambda: {0: [], 1: []})
+    supplies: dict[int, dict[End, None]] = field(default_factory=lambda: {0: {}, 1: {}})
     demands: dict[int, dict[End, None]] = field(default_factory=lambda: {0: {}, 1: {}})
     reads: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     overlaps: bool = False
@@ -84,24 +89,27 @@ class _Wire:
 
 
 class _Formulator:
-    def __init__(self, graph: Graph, rules: Mapping[str, Rule], mesh: Mesh, cost: Cost, setting: Setting) -> None:
-        self.graph, self.rules, self.mesh, self.cost, self.setting = graph, rules, mesh, cost, setting
-        self.cl = clusters(graph, rules, mesh)
+    def __init__(self, q: Quotient, rules: Mapping[str, Rule], mesh: Mesh, cost: Cost, setting: Setting) -> None:
+        self.q, self.graph, self.rules, self.mesh, self.cost, self.setting = q, q.graph, rules, mesh, cost, setting
+        graph = q.graph
+        self.cl = clusters(q.classes, rules, mesh)
         self.accounts = [Account(s, r) for s in range(len(STAGES)) for r in RESOURCES]
         self.wires: dict[str, _Wire] = {}
         self.choices: list[tuple[str, tuple[str, ...], list[dict[int, float]]]] = []
-        self.names = Names(self.cl)
+        self.names = Names(q, self.cl)
         self.moves: dict[tuple[Placement, Placement], list[Step] | None] = {}
         self.param_of = {t.name: n for n, t in graph.params.items()}
         self.params_of_grad: dict[str, list[str]] = defaultdict(list)
         for p, grad in graph.grads.items():
             self.params_of_grad[grad].append(p)
         self.renamed: dict[str, list[int]] = {}
-        self.cl_readers: dict[str, list[Op]] = defaultdict(list)
+        self.readers: dict[str, list[Op]] = defaultdict(list)
         for op in graph.ops:
             for t in dict.fromkeys(op.inputs):
-                self.cl_readers[t.name].append(op)
-        self.chain_ops = {op.name for _, ops in self.cl.chain.values() for op in ops}
+                self.readers[t.name].append(op)
+        self.copies: dict[str, list[Op]] = defaultdict(list)  # class -> its operators
+        for op in graph.ops:
+            self.copies[q.rep[op.name]].append(op)
 
     def account(self, stage: int, resource: str) -> int:
         return stage * len(RESOURCES) + RESOURCES.index(resource)
@@ -117,11 +125,15 @@ class _Formulator:
             self.supply(t, self.fixed, [Placement.of(t.shape)], both=True)
         self.storage_choices()
         reruns: list[tuple[Op, tuple[dict[int, float], ...]]] = []
-        for op in g.ops:
-            self.op(op, reruns)
+        for op in self.q.classes.ops:
+            for copy in self.copies[op.name]:
+                self.op(copy)
+            if op.direction == "forward" and not self.is_chained(op):
+                reruns.append((op, tuple({self.account(1, "compute"): s} if s else {} for s in self.seconds(op))))
         for name in dict.fromkeys([*g.outputs, *g.buffer_updates.values()]):
             if name:
-                self.wires[name].demands[0][End(self.fixed, (self.wires[name].node(Placement.of(g.tensors[name].shape)),))] = None
+                wire = self.wires[self.q.group[name]]
+                wire.demands[0][End(self.fixed, (wire.node(Placement.of(g.tensors[name].shape)),))] = None
         self.names.value_of = {n: i for i, n in enumerate(self.wires)}
         made_again = [self.rerun(op, times) for op, times in reruns]
         values = [self.value(w) for w in self.wires.values()]
@@ -145,27 +157,30 @@ class _Formulator:
     # ---- choices -------------------------------------------------------------------------------------------------
 
     def cluster_choices(self) -> None:
-        by_name = {op.name: op for op in self.graph.ops}
+        by_name = {op.name: op for op in self.q.classes.ops}
         for c in self.cl.clusters:
             times: list[dict[int, float]] = [defaultdict(float) for _ in range(c.size)]
-            for name, chosen in c.members.items():
+            for name in c.members:
                 op = by_name[name]
-                seconds = self.seconds(op, chosen)
+                seconds = self.seconds(op)
                 a = self.account(op.direction == "backward", "compute")
                 for s in range(c.size):
                     if seconds[s]:
                         times[s][a] += seconds[s]
             self.choice(c.leader, c.labels, [dict(t) for t in times])
 
-    def seconds(self, op: Op, chosen: Sequence[object]) -> list[float]:
-        known: dict[object, float] = {}
-        out = []
+    def seconds(self, op: Op) -> list[float]:
+        """Per strategy of its cluster, the time of all operators of a class."""
+        chosen = self.cl.clusters[self.cl.of[op.name]].members[op.name]
+        known: dict[OpStrategy, float] = {}
         for s, strategy in enumerate(chosen):
             if strategy not in known:
-                split = dict(strategy.split)  # type: ignore[attr-defined]
-                known[strategy] = self.cost.op(op, self.rules[op.name], split, self.cl.want[op.name][s], self.cl.made[op.name][s]).seconds
-            out.append(known[strategy])
-        return out
+                want, made = self.cl.want[op.name][s], self.cl.made[op.name][s]
+                known[strategy] = sum(
+                    self.q.times[copy.name] * self.cost.op(copy, self.rules[copy.name], dict(strategy.split), want, made).seconds
+                    for copy in self.copies[op.name]
+                )
+        return [known[s] for s in chosen]
 
     def inputs_choice(self) -> None:
         parents = [p for p, n in self.mesh.parents.items() if n > 1]
@@ -179,66 +194,59 @@ class _Formulator:
             self.supply(t, c, [p[i] for p in options], both=True)
 
     def storage_choices(self) -> None:
-        for name, t in self.graph.params.items():
+        for name, t in self.q.classes.params.items():
             options = storages(t, self.mesh)
             a = self.account(2, "compute")
             trained = name in self.setting.trainable
             times = []
             for o in options:
                 mine = math.prod(o.placement.local_shape(self.mesh))
-                times.append({a: self.cost.optimizer_s(mine)} if trained else {})
+                times.append({a: self.q.count(t.name) * self.cost.optimizer_s(mine)} if trained else {})
             c = self.choice(f"storage of {name}", [o.label for o in options], times)
-            self.names.storage[name] = (c, options)
+            self.names.storage[t.name] = (c, options)
             wire = self.wire(t)
             wire.overlaps = True
             end = End(c, tuple(wire.node(o.placement) for o in options))
-            wire.supplies[0].append(end)
-            wire.supplies[1].append(end)
+            wire.supplies[0][end] = wire.supplies[1][end] = None
 
     # ---- wires ---------------------------------------------------------------------------------------------------
 
     def wire(self, t: Tensor) -> _Wire:
-        if t.name not in self.wires:
-            self.wires[t.name] = _Wire(t.name, t.nbytes)
-        return self.wires[t.name]
+        name = self.q.group[t.name]
+        if name not in self.wires:
+            self.wires[name] = _Wire(name, t.nbytes, self.q.count(name))
+        return self.wires[name]
 
     def supply(self, t: Tensor, choice: int, places: Sequence[Placement], both: bool = False) -> None:
         wire = self.wire(t)
         end = End(choice, tuple(wire.node(p) for p in places))
-        wire.supplies[0].append(end)
+        wire.supplies[0][end] = None
         if both:
-            wire.supplies[1].append(end)
+            wire.supplies[1][end] = None
 
-    def op(self, op: Op, reruns: list[tuple[Op, tuple[dict[int, float], ...]]]) -> None:
-        c = self.cl.of[op.name]
-        direction = int(op.direction == "backward")
-        chained = op.outputs[0] is not None and op.outputs[0].name in self.cl.chain
-        for i, t in enumerate(op.inputs):
-            if not chained:
-                self.demand(t, c, [w[i] for w in self.cl.want[op.name]], direction)
-        if chained:
+    def is_chained(self, op: Op) -> bool:
+        return op.outputs[0] is not None and self.q.tensor_rep[op.outputs[0].name] in self.cl.chain
+
+    def op(self, op: Op) -> None:
+        if self.is_chained(op):
             return
+        name = self.q.rep[op.name]
+        c = self.cl.of[name]
+        direction = int(op.direction == "backward")
+        for i, t in enumerate(op.inputs):
+            self.demand(t, c, [w[i] for w in self.cl.want[name]], direction)
         for i, t in enumerate(op.outputs):
             if t is None:
                 continue
-            places = [m[i] for m in self.cl.made[op.name]]
+            places = [m[i] for m in self.cl.made[name]]
             wire = self.wire(t)
-            if t.name in self.params_of_grad:
-                wire.overlaps = True
-            end = End(c, tuple(wire.node(p) for p in places if p is not None))
-            wire.supplies[direction].append(end)
+            wire.supplies[direction][End(c, tuple(wire.node(p) for p in places if p is not None))] = None
             wire.fates = direction == 0
-        for t in (t for t in op.outputs if t is not None):
             for p in self.params_of_grad.get(t.name, ()):
-                grad = t.name
-                choice, options = self.names.storage[p]
-                wire = self.wires[grad]
-                wire.nbytes = self.graph.tensors[grad].numel * self.grad_bytes(p)
+                choice, options = self.names.storage[self.q.group[self.graph.params[p].name]]
+                wire.overlaps = True
+                wire.nbytes = t.numel * self.grad_bytes(p)
                 wire.demands[direction][End(choice, tuple(wire.node(o.placement) for o in options))] = None
-        if direction == 0:
-            a = self.account(1, "compute")
-            seconds = self.seconds(op, self.cl.clusters[c].members[op.name])
-            reruns.append((op, tuple({a: s} if s else {} for s in seconds)))
 
     def grad_bytes(self, param: str) -> int:
         dtype = self.setting.reduce or self.graph.params[param].dtype
@@ -246,15 +254,16 @@ class _Formulator:
 
     def demand(self, t: Tensor, choice: int, places: Sequence[Placement], direction: int) -> None:
         """What a chain of views makes of a parameter is asked of the parameter itself."""
-        if t.name in self.cl.chain and self.cl.chain[t.name][1]:
-            base, ops = self.cl.chain[t.name]
+        rep = self.q.tensor_rep[t.name]
+        if rep in self.cl.chain and self.cl.chain[rep][1]:
+            base, ops = self.cl.chain[rep]
             last = self.cl.made[ops[-1].name]
             if self.cl.of[ops[-1].name] == choice and [m[0] for m in last] == list(places):
                 # Walk the chain's own placements back to the parameter.
                 places = [w[0] for w in self.cl.want[ops[0].name]]
             else:
                 places = [self.back(ops, p) for p in places]
-            t = self.graph.params[self.param_of[base]]
+            t = self.graph.tensors[base]
         wire = self.wire(t)
         wire.demands[direction][End(choice, tuple(wire.node(p) for p in places))] = None
 
@@ -276,22 +285,26 @@ class _Formulator:
     # ---- values --------------------------------------------------------------------------------------------------
 
     def rerun(self, op: Op, times: tuple[dict[int, float], ...]) -> Rerun:
+        """All operators of a class run again, or none."""
         c = self.cl.of[op.name]
-        reads = []
-        for i, t in enumerate(op.inputs):
-            if t.name in self.cl.chain and self.cl.chain[t.name][1]:
-                continue  # parameters are at hand in backward; the chain is made again with its reader
-            wire = self.wires[t.name]
-            nodes = tuple(wire.node(w[i]) for w in self.cl.want[op.name])
-            wire.reads.append((len(self.names.reruns), nodes))
-            reads.append((self.names.value_of[t.name], nodes))
-        makes = []
-        for i, t in enumerate(op.outputs):
-            if t is not None:
-                wire = self.wires[t.name]
-                makes.append((self.names.value_of[t.name], tuple(wire.node(m[i]) for m in self.cl.made[op.name])))  # type: ignore[arg-type]
+        reads: dict[tuple[int, tuple[int, ...]], None] = {}
+        makes: dict[tuple[int, tuple[int, ...]], None] = {}
+        for copy in self.copies[op.name]:
+            for i, t in enumerate(copy.inputs):
+                if self.cl.chain.get(self.q.tensor_rep[t.name], ("", ()))[1]:
+                    continue  # parameters are at hand in backward; the chain is made again with its reader
+                wire = self.wire(t)
+                nodes = tuple(wire.node(w[i]) for w in self.cl.want[op.name])
+                if (self.names.value_of[wire.name], nodes) not in reads:
+                    wire.reads.append((len(self.names.reruns), nodes))
+                    reads[self.names.value_of[wire.name], nodes] = None
+            for i, t in enumerate(copy.outputs):
+                if t is not None:
+                    wire = self.wire(t)
+                    made = tuple(wire.node(m[i]) for m in self.cl.made[op.name])  # type: ignore[arg-type]
+                    makes[self.names.value_of[wire.name], made] = None
         self.names.reruns.append(op.name)
-        return Rerun(op.name, c, times, tuple(dict.fromkeys(reads)), tuple(makes))
+        return Rerun(op.name, c, times, tuple(reads), tuple(makes))
 
     def value(self, w: _Wire) -> Value:
         self.merge(w)
@@ -328,7 +341,7 @@ class _Formulator:
             return tuple(new[n] for n in nodes)
 
         for d in (0, 1):
-            w.supplies[d] = [End(e.choice, rename(e.nodes)) for e in w.supplies[d]]
+            w.supplies[d] = {End(e.choice, rename(e.nodes)): None for e in w.supplies[d]}
             w.demands[d] = {End(e.choice, rename(e.nodes)): None for e in w.demands[d]}
         w.reads = [(i, rename(nodes)) for i, nodes in w.reads]
 
@@ -382,9 +395,9 @@ class _Formulator:
             if step.kind == "slice":
                 continue
             c = self.cost.collective(step.kind, step.axes, step.wire_bytes(self.mesh, 1) * itemsize)
-            out[self.account(stage, c.link)] += c.seconds
+            out[self.account(stage, c.link)] += w.count * c.seconds
             if not w.overlaps:
-                out[self.account(stage, "compute")] += c.seconds
+                out[self.account(stage, "compute")] += w.count * c.seconds
         return dict(out)
 
 
