@@ -6,6 +6,7 @@ the node's name; output i of a node with several outputs has "name.i". `getitem`
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def describe(captured: Captured) -> Graph:
         if any(a in after_tangent for a in node.all_input_nodes):
             after_tangent.add(node)
         op = describe_node(node, tensors)
-        ops.append(op if node not in after_tangent else Op(**{**op.__dict__, "direction": "backward"}))
+        ops.append(op if node not in after_tangent else replace(op, direction="backward"))
         for t in op.outputs:
             if t is not None:
                 tensors[t.name] = t

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 DTYPE_BYTES = {
@@ -53,7 +54,7 @@ class Op:
     direction: str = "forward"
     module: str = ""
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[Tensor, ...]:
         """Tensor inputs in order of appearance (args, then kwargs), repeats included."""
         return tuple(_tensors((self.args, self.kwargs)))

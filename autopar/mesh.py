@@ -44,6 +44,13 @@ class Mesh:
     def size(self) -> int:
         return math.prod(a.size for a in self.axes)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.axes)
+
     @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(a.name for a in self.axes)

@@ -31,6 +31,10 @@ class Split:
     axis: str
 
 
+def _place(s: Split) -> tuple[int, int, str]:
+    return s.dim, s.stride, s.axis
+
+
 @dataclass(frozen=True)
 class Placement:
     """shape: the global shape; splits: sorted; partial: sorted (axis, "sum" | "max" | "min")."""
@@ -48,7 +52,7 @@ class Placement:
         """From axis -> (dim, stride) and axis -> reduction."""
         return Placement(
             tuple(shape),
-            tuple(sorted(Split(d, s, a) for a, (d, s) in (splits or {}).items())),
+            tuple(sorted((Split(d, s, a) for a, (d, s) in (splits or {}).items()), key=_place)),
             tuple(sorted((partial or {}).items())),
         )
 
@@ -103,10 +107,17 @@ class Placement:
         return True
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        shape = list(self.shape)
-        for s in self.splits:
-            shape[s.dim] //= mesh.axis_size(s.axis)
-        return tuple(shape)
+        found = self._local_shapes.get(mesh)
+        if found is None:
+            shape = list(self.shape)
+            for s in self.splits:
+                shape[s.dim] //= mesh.axis_size(s.axis)
+            found = self._local_shapes[mesh] = tuple(shape)
+        return found
+
+    @cached_property
+    def _local_shapes(self) -> dict[Mesh, tuple[int, ...]]:
+        return {}
 
     def local_stride(self, split: Split, mesh: Mesh) -> int:
         """How many local elements lie to the right of `split`'s digit."""
@@ -114,13 +125,13 @@ class Placement:
 
     def with_axis(self, axis: str, at: tuple[int, int] | str | None) -> Placement:
         """The same but for `axis`: at (dim, stride), partial with reduction `at`, or replicated (None)."""
-        splits = {a: w for a, w in self.where.items() if a != axis}
-        partial = {a: r for a, r in self.partial if a != axis}
+        splits = tuple(s for s in self.splits if s.axis != axis)
+        partial = tuple(p for p in self.partial if p[0] != axis)
         if isinstance(at, str):
-            partial[axis] = at
+            partial = tuple(sorted((*partial, (axis, at))))
         elif at is not None:
-            splits[axis] = at
-        return Placement.of(self.shape, splits, partial)
+            splits = tuple(sorted((*splits, Split(*at, axis)), key=_place))
+        return Placement(self.shape, splits, partial)
 
     def at(self, axis: str) -> tuple[int, int] | str | None:
         """Where `axis` is: (dim, stride), a reduction's name, or None when replicated."""

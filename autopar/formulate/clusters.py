@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from autopar.formulate.cuts import letter_cuts
 from autopar.formulate.options import OpStrategy, strategies
@@ -69,6 +70,7 @@ class _Builder:
         self.of: dict[str, int] = {}
         self.want: dict[str, list[tuple[Placement, ...]]] = {}
         self.made: dict[str, list[tuple[Placement | None, ...]]] = {}
+        self.known: dict[Any, dict[OpStrategy, tuple[tuple[Placement, ...], tuple[Placement | None, ...]]]] = {}
         self.given = {n.split(".")[0] for n in (*graph.outputs, *graph.grads.values(), *graph.buffer_updates.values())}
         self.position = {op.name: i for i, op in enumerate(graph.ops)}
         self.forward_heavy = [op for op in graph.ops if op.direction == "forward" and rules[op.name].is_heavy]
@@ -254,7 +256,11 @@ class _Builder:
         rule = self.rules[op.name]
         ins = tuple(t.shape for t in op.inputs)
         outs = tuple(None if t is None else t.shape for t in op.outputs)
-        known = {s: placements(rule, dict(s.split), ins, outs, dict(s.partial)) for s in dict.fromkeys(chosen)}
+        like = (rule.inputs, rule.outputs, tuple((x, f.size, f.reduce) for x, f in rule.factors.items()), ins, outs)
+        known = self.known.setdefault(like, {})  # by what operators look like: a layer has dozens of products of one shape with another
+        for s in dict.fromkeys(chosen):
+            if s not in known:
+                known[s] = placements(rule, dict(s.split), ins, outs, dict(s.partial))
         return [known[s][0] for s in chosen], [known[s][1] for s in chosen]
 
     def lead(self, op: Op) -> None:

@@ -21,18 +21,19 @@ import numpy as np
 from autopar.solver.problem import Key, Problem, Row
 
 if TYPE_CHECKING:
-    from autopar.formulate.problem import _Formulator
+    from autopar.formulate.problem import Formulator
 
 ADAMW_TEMPORARIES = 1.0  # foreach AdamW holds as many temporary elements as there are parameters (measured on torch 2.13)
 
 
-def rows(f: _Formulator, problem: Problem) -> tuple[Row, ...]:
-    return _Rows(f, problem).rows()
+def rows(f: Formulator, problem: Problem, ideal: bool = False) -> tuple[Row, ...]:
+    """ideal: `problem` is the relaxed one of `autopar.formulate.ideal`, in which everything is split over all devices."""
+    return _Rows(f, problem, ideal).rows()
 
 
 class _Rows:
-    def __init__(self, f: _Formulator, problem: Problem) -> None:
-        self.f, self.problem, self.mesh = f, problem, f.mesh
+    def __init__(self, f: Formulator, problem: Problem, ideal: bool = False) -> None:
+        self.f, self.problem, self.mesh, self.ideal = f, problem, f.mesh, ideal
         ops = f.graph.ops
         self.turn = next((i for i, op in enumerate(ops) if op.direction == "backward"), len(ops))
         self.position = {op.name: i for i, op in enumerate(ops)}
@@ -53,7 +54,8 @@ class _Rows:
         self.again = {i: self.end + 1 + k for k, i in enumerate(i for s in self.middle for i in self.middle[s][1])}
         self.width = self.end + 1 + len(self.again)
         self.index: dict[Key, int] = {}
-        self.entries: list[tuple[int, np.ndarray, float]] = []  # variable, positions, bytes
+        self.spans: list[tuple[int, int, int, float]] = []  # variable, first, last position, bytes
+        self.entries: list[tuple[int, np.ndarray, np.ndarray]] = []  # variable, positions, bytes: where copies hold some
 
     def _written(self) -> set[str]:
         out = set()
@@ -74,8 +76,8 @@ class _Rows:
         for name, t in f.graph.params.items():
             c, options = f.names.storage[f.q.group[t.name]]
             times, trained, grad = f.q.tensor_times[t.name], name in s.trainable, f.graph.grads.get(name)
-            for i, o in enumerate(options):
-                n = math.prod(o.placement.local_shape(self.mesh))
+            shares = [t.numel / self.mesh.size] if self.ideal else [math.prod(o.placement.local_shape(self.mesh)) for o in options]
+            for i, n in enumerate(shares):
                 static["x", c, i] += times * n * (s.master_bytes + (s.state_bytes if trained else 0.0))
                 if trained:
                     step["x", c, i] += times * n * s.master_bytes * (1 + ADAMW_TEMPORARIES)
@@ -84,6 +86,14 @@ class _Rows:
         for v in range(len(self.problem.values)):
             self.value(v)
         live = np.zeros((len(self.index), self.width))
+        if self.spans:
+            variable, first, last, size = (np.array(x) for x in zip(*self.spans, strict=True))
+            np.add.at(live, (variable, first), size)
+            np.add.at(live, (variable, last + 1), -size)
+            live[:, : self.end] = np.round(np.cumsum(live[:, : self.end], axis=1), 3)  # a sum that is over leaves no crumbs
+            live[:, self.end :] = 0.0
+            for i, j in self.again.items():
+                live[:, j] = live[:, i]
         for variable, positions, nbytes in self.entries:
             live[variable, positions] += nbytes
         rows: list[tuple[str, dict[Key, float]]] = []
@@ -106,25 +116,23 @@ class _Rows:
         if last < first or not nbytes:
             return
         k = self.index.setdefault(key, len(self.index))
-        own = np.zeros(self.width)
         last = min(last, self.end - 1)
+        times = self.f.q.tensor_times[tensor] if tensor else 1
+        stack = self.stack_of.get(tensor.split(".")[0], self.stack_of.get(tensor)) if tensor else None
+        if times == 1 or stack is None:
+            self.spans.append((k, first, last, nbytes))
+            return
+        own = np.zeros(self.width)
         own[first : last + 1] = 1.0
         for i, j in self.again.items():
             own[j] = own[i]
-        times = self.f.q.tensor_times[tensor] if tensor else 1
-        stack = self.stack_of.get(tensor.split(".")[0], self.stack_of.get(tensor)) if tensor else None
-        if times > 1 and stack is not None:
-            forward, backward = self.middle[stack]
-            inside = np.zeros(self.width, bool)
-            inside[forward] = inside[backward] = True
-            inside[[self.again[i] for i in backward]] = True
-            live = np.where(inside, own, own * times)
-            others = [self.again[i] for i in backward] if grows else [*forward, *backward]
-            live[others] += times - 1
-            own = live
-        at = np.flatnonzero(own)
-        for factor in np.unique(own[at]):
-            self.entries.append((k, np.flatnonzero(own == factor), nbytes * float(factor)))
+        forward, backward = self.middle[stack]
+        inside = np.zeros(self.width, bool)
+        inside[forward] = inside[backward] = True
+        inside[[self.again[i] for i in backward]] = True
+        live = np.where(inside, own, own * times)
+        live[[self.again[i] for i in backward] if grows else [*forward, *backward]] += times - 1
+        self.entries.append((k, np.arange(self.width), nbytes * live))
 
     def value(self, v: int) -> None:
         for tensor in self.f.q.members[self.problem.values[v].name]:
@@ -134,12 +142,14 @@ class _Rows:
         f, value = self.f, self.problem.values[v]
         wire = f.wires[value.name]
         size = {n: wire.nbytes * math.prod(p.local_shape(self.mesh)) / max(1, math.prod(p.shape)) for n, p in enumerate(wire.nodes)}
+        if self.ideal:
+            size = {0: wire.nbytes / self.mesh.size}
         made = self.position.get(tensor if tensor in self.position else tensor.split(".")[0], -1)
         users = {0: self.users(tensor, "forward"), 1: self.users(tensor, "backward")}
         if tensor not in f.param_of and tensor in self.written:
             direction = int(made >= self.turn)
             last = max(users[direction], default=made)
-            for end in wire.supplies[direction]:
+            for end in flow.supplies if (flow := (value.forward, value.backward)[direction]) else ():
                 for s, n in enumerate(end.nodes):
                     self.add(("x", end.choice, s), size[n], made, last)
             for n in value.fates:

@@ -67,7 +67,7 @@ class Names:
 
 def formulate(q: Quotient, rules: Mapping[str, Rule], mesh: Mesh, cost: Cost, setting: Setting) -> tuple[Problem, Names]:
     """rules: of every operator of `q.graph`."""
-    return _Formulator(q, rules, mesh, cost, setting).run()
+    return Formulator(q, rules, mesh, cost, setting).run()
 
 
 @dataclass
@@ -88,7 +88,7 @@ class _Wire:
         return self.nodes.setdefault(p, len(self.nodes))
 
 
-class _Formulator:
+class Formulator:
     def __init__(self, q: Quotient, rules: Mapping[str, Rule], mesh: Mesh, cost: Cost, setting: Setting) -> None:
         self.q, self.graph, self.rules, self.mesh, self.cost, self.setting = q, q.graph, rules, mesh, cost, setting
         graph = q.graph

@@ -1,0 +1,66 @@
+"""A bound for every plan on a mesh, whatever its axes: all work and all bytes divided evenly over all devices, and links free.
+
+What remains is what to keep and what to make again under the memory of a device, with fates as shares of layers. Any plan computes at least
+what each of its clusters computes under its fastest strategy, holds at least a device's share of every tensor, and waits for no less than
+nothing; so the optimum of this program, a linear one, is no more than any plan's time.
+
+It is used where the program of the mesh itself is too large to be solved (three axes and more).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+from autopar.formulate.memory import rows
+from autopar.formulate.problem import Formulator
+from autopar.solver.problem import Choice, End, Flow, Problem, Rerun, Value
+
+
+def ideal(f: Formulator, problem: Problem, whole: Formulator) -> Problem:
+    """The relaxed program. f, problem: a formulation of the step on a mesh with the same devices (its axes may be merged);
+    whole: a formulator for the mesh itself, of which only the clusters are used."""
+    least = _least(whole)
+    c0 = f.fixed
+    choices = [Choice(c.name, ("ideal",), ({},)) for c in problem.choices]
+    times: dict[int, float] = defaultdict(float)
+    again = {}
+    for op in whole.q.classes.ops:
+        if op.name in whole.cl.of:
+            again[op.name] = min(whole.seconds(op))
+    for a, t in least.items():
+        times[a] += t
+    for name, t in f.q.classes.params.items():
+        if name in f.setting.trainable:
+            share = f.q.count(t.name) * f.cost.optimizer_s(t.numel / f.mesh.size)
+            times[f.account(2, "compute")] += share
+    choices[c0] = replace(choices[c0], times=(dict(times),))
+    values = [
+        Value(v.name, ("",), _flow(v.forward), None if v.backward is None else _flow(v.backward), (0,) if v.fates else ())
+        for v in problem.values
+    ]
+    backward = f.account(1, "compute")
+    reruns = [Rerun(r.name, r.choice, ({backward: again[r.name]},), _ends(r.reads), _ends(r.makes)) for r in problem.reruns]
+    relaxed = Problem(problem.stages, problem.accounts, tuple(choices), tuple(values), tuple(reruns), (), problem.budget_bytes)
+    return replace(relaxed, rows=rows(f, relaxed, ideal=True))
+
+
+def _least(whole: Formulator) -> dict[int, float]:
+    """Account -> the least that the operators of all clusters take together."""
+    found: dict[int, float] = defaultdict(float)
+    whole.cluster_choices()
+    for _, _, times in whole.choices:
+        for a in {a for t in times for a in t}:
+            found[a] += min(t.get(a, 0.0) for t in times)
+    return found
+
+
+def _flow(f: Flow) -> Flow:
+    def ends(xs: tuple[End, ...]) -> tuple[End, ...]:
+        return tuple(dict.fromkeys(End(e.choice, (0,)) for e in xs))
+
+    return Flow((), ends(f.supplies), ends(f.demands))
+
+
+def _ends(pairs: tuple[tuple[int, tuple[int, ...]], ...]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    return tuple(dict.fromkeys((v, (0,)) for v, _ in pairs))

@@ -1,0 +1,197 @@
+"""Hand layouts on the integer program: which strategies a layout leaves, so that the program finds the best plan that is that layout.
+
+A layout gives every mesh axis a role, and a role says where an axis may stand:
+
+    data     heavy operators and the loss split their batch over it
+    tensor   heavy operators with a parameter split a loop of that parameter over it (columns, rows, the vocabulary), others a loop that is not of
+             the inputs (attention's heads). Outside of the repeated layers, where such a loop does not divide (a vocabulary of 50,257), tokens.
+    shard    parameters are stored split over it, as far as they divide; over data axes that do not shard they are replicated
+
+Cheap operators are free: between a column and a row product the stream may so be whole or split along the sequence, whichever is faster
+(Megatron's sequence parallelism). Over tensor axes parameters are stored as is cheapest. Whether an operator's loop is the batch, or
+another dim of the inputs, is followed through the graph from the inputs; what no input reaches (a table of positions, tokens sorted by expert) is free.
+
+`Layout.reshard_after_forward` is not told: the program gathers parameters again in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.errors import LayoutError
+from autopar.formulate.options import OpStrategy
+from autopar.formulate.problem import Names
+from autopar.formulate.storage import Storage
+from autopar.graph import Graph, Op
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.rules.grammar import Rule
+from autopar.rules.strategy import letter_at, right_of
+from autopar.solver.problem import Problem
+from autopar.storage import batch_placements, batch_size
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A stretch of an operator's letter: `size` steps of `low` elements each."""
+
+    letter: str
+    low: int
+    size: int
+
+    def holds(self, letter: str, stride: int, width: int) -> bool:
+        """Whether an axis of `width` at `stride` of `letter` splits this loop."""
+        return letter == self.letter and self.low <= stride and stride * width <= self.low * self.size
+
+
+@dataclass(frozen=True)
+class Loops:
+    """An operator's loops that are dims of the program's inputs: of the batch, and others."""
+
+    batch: tuple[Loop, ...] = ()
+    others: tuple[Loop, ...] = ()
+
+
+def forbidden(layout: Layout, problem: Problem, names: Names, rules: Mapping[str, Rule], mesh: Mesh) -> frozenset[tuple[int, int]]:
+    """(choice, strategy) that are not `layout`, which is refined (`Layout.of`). rules: of every operator of the graph.
+
+    Raises LayoutError when an operator, a parameter or the batch cannot be split as the layout asks.
+    """
+    roles = _Roles(layout, names, rules, mesh)
+    out: set[tuple[int, int]] = set()
+    by_name = {op.name: op for op in names.quotient.classes.ops}
+    for c, cluster in enumerate(names.clusters.clusters):
+        op = by_name[cluster.leader]
+        chosen = cluster.members[cluster.leader]
+        left = roles.of_operator(op, chosen)
+        if not left:
+            raise LayoutError(
+                f"layout {layout.name} cannot split {op.target} over {_said(mesh)}",
+                where=f"operator {op.name}, reading {', '.join(str(t.shape) for t in op.inputs)}",
+                fix="give the axes other roles or sizes (heads, features and batch must divide), or let the program choose: layout=None",
+            )
+        out |= {(c, s) for s in range(cluster.size) if s not in left}
+    out |= {(names.inputs, s) for s in range(len(names.input_options)) if s not in roles.of_inputs()}
+    for choice, options in names.storage.values():
+        left = roles.of_storage(options)
+        out |= {(choice, s) for s in range(len(options)) if s not in left}
+    assert all(any((c, s) not in out for s in range(len(choice.labels))) for c, choice in enumerate(problem.choices))
+    return frozenset(out)
+
+
+class _Roles:
+    def __init__(self, layout: Layout, names: Names, rules: Mapping[str, Rule], mesh: Mesh) -> None:
+        self.layout, self.names, self.rules, self.mesh = layout, names, rules, mesh
+        self.graph = names.quotient.graph
+        self.loops = input_loops(self.graph, rules)
+        self.repeated = {
+            names.quotient.rep[op] for stack in names.quotient.stacks for copy in (*stack.forward, *stack.backward) for op in copy
+        }
+        idle = [a.name for a in mesh.axes if a.size > 1 and a.name not in (*layout.data, *layout.tensor)]
+        batch = batch_size(self.graph.inputs)
+        ways = mesh.sizes_product(layout.data)
+        if idle:
+            raise LayoutError(
+                f"layout {layout.name} leaves the axes {', '.join(idle)} without a role",
+                where=f"mesh {_said(mesh)}",
+                fix="name every axis in data= or tensor=",
+            )
+        if batch is not None and batch % ways:
+            raise LayoutError(
+                f"layout {layout.name} splits the batch {ways} ways, but it is {batch}",
+                where=f"inputs, dim 0; data axes {', '.join(layout.data)}",
+                fix="use a batch that divides, or fewer data axes",
+            )
+
+    # ---- operators -----------------------------------------------------------------------------------------------
+
+    def of_operator(self, op: Op, chosen: list[OpStrategy]) -> set[int]:
+        """Strategies that are the layout."""
+        rule = self.rules[op.name]
+        loops = self.loops.get(op.name, Loops())
+        if not (rule.is_heavy or rule.kind == "loss") or not (loops.batch or loops.others):
+            return set(range(len(chosen)))
+        fits = {s for s, o in enumerate(chosen) if all(self.stands(op, loops, o, a) for a in (*self.layout.data, *self.layout.tensor))}
+        uneven = any(
+            f.size % self.mesh.sizes_product(self.layout.tensor) for x, f in rule.factors.items() if self.is_feature(op, loops, x, 0)
+        )
+        if self.layout.tensor and op.name not in self.repeated and (uneven or not fits):
+            fits |= {
+                s for s, o in enumerate(chosen)
+                if all(self.stands(op, loops, o, a) for a in self.layout.data)
+                and all(self.is_token(loops, o, a) for a in self.layout.tensor)
+            }  # fmt: skip
+        if not fits and rule.kind == "loss":
+            return {s for s, o in enumerate(chosen) if all(self.stands(op, loops, o, a) for a in self.layout.data)}
+        return fits
+
+    def stands(self, op: Op, loops: Loops, chosen: OpStrategy, axis: str) -> bool:
+        """Whether `axis` does what its role says."""
+        at = dict(chosen.split).get(axis)
+        if at is None:
+            return axis in self.layout.data and not loops.batch
+        if axis in self.layout.data:
+            return not loops.batch or any(loop.holds(*at, self.mesh.axis_size(axis)) for loop in loops.batch)
+        return self.is_feature(op, loops, *at)
+
+    def is_feature(self, op: Op, loops: Loops, letter: str, stride: int) -> bool:
+        """Whether `letter` is a loop of the operator's parameter; if it has none, a loop that is not of the inputs."""
+        own = [i for i, t in enumerate(op.inputs) if t.name in self.names.clusters.chain]
+        if own:
+            return any(letter in group for i in own for group in self.rules[op.name].inputs[i])
+        return all(letter != loop.letter for loop in (*loops.batch, *loops.others))
+
+    def is_token(self, loops: Loops, chosen: OpStrategy, axis: str) -> bool:
+        at = dict(chosen.split).get(axis)
+        return at is not None and any(loop.holds(*at, self.mesh.axis_size(axis)) for loop in (*loops.batch, *loops.others))
+
+    # ---- inputs and parameters -----------------------------------------------------------------------------------
+
+    def of_inputs(self) -> set[int]:
+        wanted = batch_placements(self.graph.inputs, self.layout.data, self.mesh)
+        return {
+            i for i, data in enumerate(self.names.input_options) if batch_placements(self.graph.inputs, data, self.mesh) == wanted
+        }  # fmt: skip
+
+    def of_storage(self, options: list[Storage]) -> set[int]:
+        """Split over as many shard axes as any option is, over no data axis that does not shard."""
+        free = set(self.layout.shard) | set(self.layout.tensor)
+        mine = {i: o.placement.where for i, o in enumerate(options) if free.issuperset(o.placement.where)}
+        ways = {i: self.mesh.sizes_product(tuple(a for a in self.layout.shard if a in where)) for i, where in mine.items()}
+        most = max(ways.values())
+        return {i for i, n in ways.items() if n == most}
+
+
+def input_loops(graph: Graph, rules: Mapping[str, Rule]) -> dict[str, Loops]:
+    """Per operator, which of its loops are dims of the inputs. Followed forwards, as long as views leave a dim whole."""
+    batch = batch_size(graph.inputs)
+    # tensor -> digits (dim, stride, size) that are a dim of the inputs, and whether that is the batch
+    digits: dict[str, dict[tuple[int, int, int], bool]] = {}
+    for t in graph.inputs:
+        found = {(d, 1, n): d == 0 and n == batch for d, n in enumerate(t.shape) if n > 1}
+        digits[t.name] = found
+    out: dict[str, Loops] = {}
+    for op in graph.ops:
+        rule = rules[op.name]
+        mine: dict[Loop, bool] = {}
+        for i, t in enumerate(op.inputs):
+            for (d, stride, size), is_batch in digits.get(t.name, {}).items():
+                at = letter_at(rule.inputs[i], (d, stride), size, rule) if d < len(rule.inputs[i]) else None
+                if at is not None:
+                    mine.setdefault(Loop(*at, size), is_batch)
+        if mine:
+            out[op.name] = Loops(
+                tuple(x for x, is_batch in mine.items() if is_batch), tuple(x for x, is_batch in mine.items() if not is_batch)
+            )
+        for made, dims in zip(op.outputs, rule.outputs, strict=True):
+            if made is not None and dims is not None:
+                digits[made.name] = {
+                    (d, loop.low * right_of(group, loop.letter, rule), loop.size): is_batch
+                    for loop, is_batch in mine.items() for d, group in enumerate(dims) if loop.letter in group
+                }  # fmt: skip
+    return out
+
+
+def _said(mesh: Mesh) -> str:
+    return " x ".join(f"{p}={n}" for p, n in mesh.parents.items())
