@@ -1,16 +1,51 @@
 """autopar: one line that makes an ordinary PyTorch training program run fast on many GPUs.
 
 model = autopar.compile(model, mesh)
+
+What is not used is not imported: looking at a plan, or asking the command line for help, needs no torch.
 """
 
-from autopar import checkpoint
-from autopar.api import compile
-from autopar.build import Precision
-from autopar.cluster import Cluster
-from autopar.errors import AutoparError
-from autopar.layout import Layout
-from autopar.offline import plan
-from autopar.plan import Plan
-from autopar.runtime import ParallelModule
+from __future__ import annotations
 
-__all__ = ["AutoparError", "Cluster", "Layout", "ParallelModule", "Plan", "Precision", "checkpoint", "compile", "plan"]
+import importlib
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autopar import checkpoint
+    from autopar.api import compile
+    from autopar.build import Precision
+    from autopar.cluster import Cluster
+    from autopar.errors import AutoparError
+    from autopar.layout import Layout
+    from autopar.offline import explain, plan
+    from autopar.plan import Plan
+    from autopar.runtime import ParallelModule
+
+__all__ = ["AutoparError", "Cluster", "Layout", "ParallelModule", "Plan", "Precision", "checkpoint", "compile", "explain", "plan"]
+
+_WHERE = {
+    "AutoparError": "errors", "Cluster": "cluster", "Layout": "layout", "ParallelModule": "runtime", "Plan": "plan", "Precision": "build",
+    "compile": "api", "explain": "offline", "plan": "offline",
+}  # fmt: skip
+
+
+class _Package(types.ModuleType):
+    """`autopar.plan` and `autopar.explain` are functions, also after the modules of these names were imported."""
+
+    plan = property(lambda self: self.__getattr__("plan"), lambda self, module: None)
+    explain = property(lambda self: self.__getattr__("explain"), lambda self, module: None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _WHERE:
+            return getattr(importlib.import_module(f"{self.__name__}.{_WHERE[name]}"), name)
+        if name == "checkpoint":
+            return importlib.import_module(f"{self.__name__}.{name}")
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package

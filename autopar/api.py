@@ -12,8 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.build import Config, Precision
+from autopar.cluster import Cluster
+from autopar.decide import Wish
 from autopar.errors import AutoparError, MeshError
 from autopar.layout import Layout
+from autopar.plan import Plan
 from autopar.runtime import ParallelModule
 
 
@@ -25,26 +28,38 @@ def compile(
     example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
     inputs: str = "global",
     outputs: str = "loss",
+    plan: Plan | str | os.PathLike[str] | None = None,
     layout: str | Layout | None = None,
+    memory: float | None = None,
+    cluster: str | Cluster | None = None,
     precision: Precision | str | torch.dtype | None = None,
     optimizer: Any = "adamw",
     grad_accumulation: int = 1,
     backend: str = "inductor",
+    options: Mapping[str, float] | None = None,
 ) -> ParallelModule:
     """Makes `model` train on `mesh` as it would on one device.
 
-    mesh: a DeviceMesh, or axis sizes ((2, 4) or {"dp": 2, "tp": 4}); default: all processes on one axis.
+    mesh: a DeviceMesh, or axis sizes ((2, 4) or {"dp": 2, "tp": 4}); default: the given plan's, else all processes on one axis.
     loss_fn: `loss_fn(model(*inputs), target)`; the call is then `model(*inputs, target=...)` or `model(*inputs, target)` and returns the loss.
     example_inputs: arguments of a first call (a dict of keywords, or a tuple), to compile at once instead of at the first step.
-    inputs: "global": every rank passes the same whole batch; "local": its own part.
+    inputs: "global": every rank passes the same whole batch; "local": its own part, the `data_rank`-th of `data_world`. Those two are known at
+        once: they are the given plan's or layout's, and all ranks of the mesh where a plan is yet to be made.
     outputs: "loss": in training only the scalar `loss` of the model's output is computed; "all": everything.
-    layout: "ddp" | "fsdp" | "tp" | "fsdp+tp" | Layout(...); default "fsdp".
+    plan: a Plan or the path of a plan's file, of this program and mesh. Default: the first training step is planned.
+    layout: a hand layout instead: "ddp" | "fsdp" | "tp" | "fsdp+tp" | Layout(...).
+    memory: what a plan may use of a device, in bytes; default what the device has, less a reserve.
+    cluster: what to plan for, a name such as "h100:4x8", a file or a Cluster; default: this machine.
     precision: "bf16" (compute and gather in bf16, parameters and reductions in fp32) or Precision(param=, reduce=).
     optimizer: name or class the memory is planned for; checked at its first step.
     grad_accumulation: gradients are reduced at every m-th backward.
     backend: "inductor", or "aot_eager" for debugging.
+    options: of the solver: "seconds" it may take (60), relative "gap" at which it stops (0.01).
 
-    Returns a ParallelModule: parameters are DTensors under the model's own names. Raises AutoparError (see errors.py).
+    Collective: all ranks call it alike, and a rank with other arguments, another model or another program is refused on all. One rank plans.
+
+    Returns a ParallelModule: parameters are DTensors under the model's own names. Raises AutoparError (see errors.py), InfeasibleError when no
+    plan keeps to the memory.
     """
     if not isinstance(model, nn.Module):
         raise AutoparError(f"autopar.compile needs an nn.Module, not {type(model).__name__}")
@@ -52,9 +67,12 @@ def compile(
         raise AutoparError(f"unknown backend {backend!r}", fix='use "inductor" or "aot_eager"')
     if outputs not in ("loss", "all"):
         raise AutoparError(f"unknown outputs {outputs!r}", fix='use "loss" or "all"')
-    config = Config(
-        loss_fn, inputs, layout or "fsdp", Precision.of(precision), optimizer, grad_accumulation, backend, outputs
-    )  # fmt: skip
+    if layout is not None and plan is not None:
+        raise AutoparError("layout= and plan= both say how to split the model", fix="pass one of them, or neither to have it planned")
+    wish = Wish.of(plan, memory, cluster, options)
+    config = Config(loss_fn, inputs, layout, Precision.of(precision), optimizer, grad_accumulation, backend, outputs, wish)
+    if mesh is None and wish.plan is not None:
+        mesh = wish.plan.mesh_axes
     module = ParallelModule(model, _device_mesh(mesh), config)
     if example_inputs is not None:
         args, kwargs = (example_inputs, {}) if isinstance(example_inputs, tuple) else ((), dict(example_inputs))

@@ -1,10 +1,15 @@
-"""Makes steps for a ParallelModule, and puts its parameters where the plan stores them."""
+"""Makes steps for a ParallelModule, and puts its parameters where the plan stores them.
+
+The first call with a backward makes the plan. Calls before it (evaluation) run with parameters where they were put at first; calls after it that the
+plan does not cover (other shapes, no gradients) leave parameters where the plan stores them and split the rest by `propagate`.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,19 +19,26 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Placement as DPlacement
 
 from autopar import _torch
-from autopar.capture import Call, capture
+from autopar.agree import Facts, agreed, from_first
+from autopar.capture import Call, Captured, capture
+from autopar.cluster import Cluster
+from autopar.decide import Wish, decide, following, refuse_other_mesh, setting
 from autopar.describe import describe
 from autopar.errors import AutoparError, CaptureError
-from autopar.graph import Tensor
+from autopar.graph import Graph, Tensor
 from autopar.groups import Groups
 from autopar.init import distribute, materialize
+from autopar.inputs import InputReader
 from autopar.layout import Layout
 from autopar.lower import CompileOnce
+from autopar.machine import here
 from autopar.placement import Placement
 from autopar.plan import ParamChoice, Plan
+from autopar.plan_schema import canonical, dumps, loads
 from autopar.propagate import propagate
 from autopar.rules import targets
 from autopar.shards import dtensor_placements
+from autopar.solver.fold import Folded, fold
 from autopar.step import Settings, Step
 from autopar.storage import param_choice
 
@@ -56,16 +68,17 @@ class Precision:
 
 @dataclass(frozen=True)
 class Config:
-    """The arguments of `autopar.compile`."""
+    """The arguments of `autopar.compile`. layout: a hand layout; None: planned, as `wish` says."""
 
     loss_fn: Callable[..., Any] | None
     inputs: str
-    layout: str | Layout
+    layout: str | Layout | None
     precision: Precision
     optimizer: Any
     grad_accumulation: int
     backend: str
     outputs: str
+    wish: Wish
 
 
 def refuse_unknown_random(gm: fx.GraphModule) -> None:
@@ -79,26 +92,68 @@ def refuse_unknown_random(gm: fx.GraphModule) -> None:
             )
 
 
+def no_plan() -> AutoparError:
+    return AutoparError(
+        "there is no plan yet",
+        fix="pass example_inputs= to autopar.compile, or run one step: the first training step is captured and planned",
+    )
+
+
 class Builder:
     def __init__(self, model: nn.Module, device_mesh: DeviceMesh, config: Config) -> None:
         self.model, self.device_mesh, self.config = model, device_mesh, config
         self.groups = Groups(device_mesh)
         self.mesh = self.groups.mesh
-        self.layout = Layout.of(config.layout, self.mesh)
-        self.plan: Plan | None = None
+        every = tuple(a.name for a in self.mesh.axes if a.size > 1)
         kind = device_mesh.device_type
         self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        self.layout, self.cluster = agreed(self.groups, self.arguments)
+        given = config.wish.plan
+        # Of a hand layout, of the given plan, or of a plan yet to be made: that one takes local inputs as they come.
+        split = self.layout.data if self.layout else given.data_axes if given else every
+        self.reader = InputReader(self.groups, config.inputs, split)
+        self.first = Layout(data=every, shard=every, name="fsdp")
+        self.plan: Plan | None = None
+        self.planned = self.layout is not None
         self.once = CompileOnce() if config.backend == "inductor" else None
         self.coordinates: dict[str, torch.Tensor] = {}
+
+    def arguments(self) -> tuple[tuple[Layout | None, Cluster | None], Facts]:
+        """The hand layout, else what to plan for (neither where a plan is given); and what all ranks must pass alike."""
+        wish = self.config.wish
+        layout = None if self.config.layout is None else Layout.of(self.config.layout, self.mesh)
+        cluster = wish.cluster
+        if wish.plan is not None:
+            refuse_other_mesh(wish.plan, self.groups.axes)
+        elif layout is None and cluster is None:
+            cluster = here(self.device, self.mesh.size)
+        return (layout, cluster), self.facts()
+
+    def facts(self) -> Facts:
+        """What must be the same on all ranks before parameters are spread."""
+        c, w = self.config, self.config.wish
+        kinds = (("parameter", self.model.named_parameters), ("buffer", self.model.named_buffers))
+        held = [
+            f"{kind} {n}: {tuple(t.shape)} {t.dtype}{' on meta' if t.is_meta else ''}{' trained' if t.requires_grad else ''}"
+            for kind, named in kinds
+            for n, t in named(remove_duplicate=False)
+        ]
+        said = {
+            "mesh": self.groups.axes, "inputs": c.inputs, "outputs": c.outputs, "layout": c.layout, "precision": c.precision,
+            "optimizer": getattr(c.optimizer, "__name__", c.optimizer), "grad_accumulation": c.grad_accumulation, "backend": c.backend,
+            "memory": w.memory_bytes, "cluster": w.cluster, "options": w.limits,
+        }  # fmt: skip
+        return {
+            "the model's parameters and buffers": "\n".join(held),
+            "the arguments of autopar.compile": "\n".join(f"{k}={v}" for k, v in said.items()),
+            "the plan that was given": "" if w.plan is None else canonical(w.plan),
+        }
 
     # ---- parameters ------------------------------------------------------------------------------------------
 
     def distribute(self) -> None:
         """Every parameter becomes a DTensor, in the placement that is right for all layouts that do not split tensors."""
-        layout = self.layout
-        if layout.tensor:
-            every = tuple(a.name for a in self.mesh.axes if a.size > 1)
-            layout = Layout(data=every, shard=every)
+        layout = self.first if self.layout is None or self.layout.tensor else self.layout
 
         def placements(name: str, shape: tuple[int, ...]) -> tuple[DPlacement, ...]:
             choice = param_choice(Tensor(name, tuple(shape), "float32"), Placement.of(tuple(shape)), layout, self.mesh, True)
@@ -141,39 +196,77 @@ class Builder:
         grad: bool,
         autocast: torch.dtype | None,
     ) -> Step:
-        """Captures and lowers one kind of call; the first one makes the plan that the others follow."""
+        """Captures and lowers one kind of call; the first one with a backward makes the plan that the others follow."""
         config = self.config
-        captured = capture(
-            self.model, call, shapes,
-            loss_fn=config.loss_fn, loss_only=config.outputs == "loss" and self.model.training, grad=grad,
-            cast=config.precision.param, autocast=autocast,
-        )  # fmt: skip
-        graph = describe(captured)
-        refuse_unknown_random(captured.gm)
+
+        def captured_here() -> tuple[tuple[Captured, Graph, Folded], Facts]:
+            captured = capture(
+                self.model, call, shapes,
+                loss_fn=config.loss_fn, loss_only=config.outputs == "loss" and self.model.training, grad=grad,
+                cast=config.precision.param, autocast=autocast,
+            )  # fmt: skip
+            graph = describe(captured)
+            refuse_unknown_random(captured.gm)
+            folded = fold(graph)
+            program = "\n".join(f"{count} x {line}" for line, count in folded.lines)
+            # A plan names operators, so their names must be the same as well.
+            return (captured, graph, folded), {"the program": program, "its operators": "\n".join(o.name for o in graph.ops)}
+
+        captured, graph, folded = agreed(self.groups, captured_here)
         params = dict(self.model.named_parameters(remove_duplicate=False))
+        stored = {n: params[n].dtype for n in graph.params}
         trainable = frozenset(n for n in graph.params if params[n].requires_grad)
-        fixed = self.plan.params if self.plan else {}
-        plan = propagate(graph, self.layout, self.groups.axes, trainable, fixed)
+        fixed = self.plan.params if self.plan and self.planned else {}
+        decides = not self.planned and any(o.direction == "backward" for o in graph.ops)
+        if decides:
+            plan = self.decide(folded, stored, trainable)
+        else:
+            plan = propagate(graph, self.layout or self.following, self.groups.axes, trainable, fixed)
         self.settle({n: c for n, c in plan.params.items() if n not in fixed})
-        storage = {n: params[n].dtype for n in graph.params}
-        settings = Settings(self.device, storage, config.precision.reduce, config.backend, self.once)
+        settings = Settings(self.device, stored, config.precision.reduce, config.backend, self.once)
         step = Step(captured, graph, plan, self.groups, settings)
-        if self.plan is None or (grad and not self.plan.collectives):
+        if decides or self.plan is None or (self.layout is not None and grad and not self.plan.collectives):
             self.plan = step.plan
         else:
-            self.plan = Plan(**{**self.plan.__dict__, "params": {**plan.params, **self.plan.params}})
+            self.plan = replace(self.plan, params={**plan.params, **self.plan.params})
+        self.planned = self.planned or decides
         return step
+
+    def decide(self, folded: Folded, stored: dict[str, torch.dtype], trainable: frozenset[str]) -> Plan:
+        """One rank plans, all apply what it says."""
+        wish, c = self.config.wish, self.config
+
+        def on_first() -> str:
+            budget_bytes = wish.memory_bytes or (self.cluster.device.usable_bytes if self.cluster else math.inf)
+            s = setting(stored, trainable, c.precision.reduce, c.optimizer, budget_bytes)
+            return dumps(decide(wish, self.cluster, folded, self.groups.axes, s))
+
+        return loads(from_first(self.groups, on_first))
+
+    @property
+    def following(self) -> Layout:
+        """How calls are split that no plan covers."""
+        return following(self.plan) if self.plan and self.planned else self.first
 
     # ---- data ------------------------------------------------------------------------------------------------
 
     @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes that the batch is split over; those of local inputs never change."""
+        if self.config.inputs == "local" or self.layout is not None or self.config.wish.plan is not None:
+            return self.reader.data_axes
+        if self.plan is None or not self.planned:
+            raise no_plan()
+        return self.plan.data_axes
+
+    @property
     def data_world(self) -> int:
-        return self.mesh.sizes_product(self.layout.data)
+        return self.mesh.sizes_product(self.data_axes)
 
     @property
     def data_rank(self) -> int:
         rank = 0
-        for a in self.layout.data:
+        for a in self.data_axes:
             rank = rank * self.mesh.axis_size(a) + self.groups.coordinates[a]
         return rank
 
@@ -205,14 +298,6 @@ class Builder:
                     start = self._chunk(choice.storage, s.dim) * chunk
                     local = local.narrow(s.dim, 0, max(0, min(chunk, choice.shape[s.dim] - start)))
         return _torch.dtensor(local, self.device_mesh, dtensor_placements(choice.storage, self.mesh), choice.shape)
-
-    def input_grad(self, t: torch.Tensor, local: torch.Tensor, p: Placement) -> torch.Tensor:
-        """The gradient of a user's input, in the form the input came in."""
-        if isinstance(t, DTensor):
-            return self.dtensor(local, p).redistribute(t.device_mesh, t.placements).to(t.dtype)
-        if self.config.inputs == "local":
-            return local.to(device=t.device, dtype=t.dtype)
-        return self.dtensor(local, p).full_tensor().to(device=t.device, dtype=t.dtype)
 
     def _chunk(self, p: Placement, dim: int) -> int:
         """Which chunk of `dim` this rank holds."""

@@ -20,7 +20,7 @@ from torch import fx, nn
 
 from autopar import _torch
 from autopar.capture_ops import captured_ops
-from autopar.common import merge_views
+from autopar.common import merge_equal
 from autopar.errors import CaptureError
 
 
@@ -180,7 +180,7 @@ def capture(
     spec = out_spec
     is_loss = LOSS in _keys(spec)
     _torch.drop_dead_code(gm)
-    merge_views(gm)
+    merge_equal(gm)
     results = gm.graph.output_node().args[0]
     constants = {r.index: v for r, v in zip(roles_out, results, strict=True) if r.kind == "output" and not isinstance(v, fx.Node)}
     return Captured(gm, roles_in, roles_out, spec, is_loss, mode, shapes, constants)

@@ -3,6 +3,7 @@
     autopar plan llama3-70b --cluster h100:32x8 --batch 256 --seq 8192 -o plan.json
     autopar show plan.json
     autopar diff plan.json other.json
+    autopar explain llama3-70b mlp.gate_proj tp:out --cluster h100:32x8 --batch 256 --seq 8192
 
 Exits with 0; 1 when `diff` finds differences; 2 when something was called wrongly or is damaged; 3 when no plan fits the memory; 130 on Ctrl-C.
 Results go to standard output, progress and errors to standard error.
@@ -13,7 +14,11 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import signal
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,47 +57,51 @@ app = typer.Typer(
 )
 
 PlanFile = Annotated[Path, typer.Argument(metavar="FILE", help="a plan, as `autopar plan -o FILE` wrote it")]
+Model = Annotated[str, typer.Argument(help="a public model, such as llama3-70b, or the path of a config.json")]
+Devices = Annotated[str, typer.Option("--cluster", help="devices: h100:32x8 (nodes x devices a node), or the path of a description")]
+Batch = Annotated[int, typer.Option(min=1, help="sequences in a step, over all devices")]
+Sequence = Annotated[int, typer.Option(min=1, help="tokens in a sequence")]
+Axes = Annotated[str | None, typer.Option("--mesh", help="32x8, or with names: dp=32,tp=8; without it the cluster's nodes x devices")]
+Layers = Annotated[int | None, typer.Option(min=1, help="plan for only so many of the model's layers")]
+Computed = Annotated[str, typer.Option("--precision", help="bf16, fp16 or fp32: what is computed in")]
+Optimizer = Annotated[str, typer.Option(help="whose states memory is planned for")]
+Memory = Annotated[str | None, typer.Option(help="budget of a device: 70GB, 64GiB, or bytes; without it what the device has")]
+Hand = Annotated[str | None, typer.Option("--layout", help="keep to a hand layout: ddp, fsdp, tp or fsdp+tp")]
+TimeLimit = Annotated[float | None, typer.Option(min=0.1, help="seconds the solver may take")]
+Gap = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="stop this close to the bound: 0.01 is one per cent")]
 
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help="a public model, such as llama3-70b, or the path of a config.json")],
-    cluster: Annotated[str, typer.Option(help="devices: h100:32x8 (nodes x devices a node), or the path of a description")],
-    batch: Annotated[int, typer.Option(min=1, help="sequences in a step, over all devices")],
-    seq: Annotated[int, typer.Option(min=1, help="tokens in a sequence")],
-    mesh: Annotated[str | None, typer.Option(help="32x8, or with names: dp=32,tp=8; without it the cluster's nodes x devices")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="plan for only so many of the model's layers")] = None,
-    precision: Annotated[str, typer.Option(help="bf16, fp16 or fp32: what is computed in")] = "bf16",
-    optimizer: Annotated[str, typer.Option(help="whose states memory is planned for")] = "adamw",
-    memory: Annotated[str | None, typer.Option(help="budget of a device: 70GB, 64GiB, or bytes; without it what the device has")] = None,
-    layout: Annotated[str | None, typer.Option(help="keep to a hand layout: ddp, fsdp, tp or fsdp+tp")] = None,
-    time_limit: Annotated[float | None, typer.Option(min=0.1, help="seconds the solver may take")] = None,
-    gap: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="stop this close to the bound: 0.01 is one per cent")] = None,
+    model: Model, cluster: Devices, batch: Batch, seq: Sequence, mesh: Axes = None, layers: Layers = None, precision: Computed = "bf16",
+    optimizer: Optimizer = "adamw", memory: Memory = None, layout: Hand = None, time_limit: TimeLimit = None, gap: Gap = None,
     output: Annotated[str | None, typer.Option("--output", "-o", metavar="FILE", help="write the plan here; - is standard output")] = None,
-) -> None:
+) -> None:  # fmt: skip
     """Plan a training step; needs no device, no weights and no network."""
-    budget = None if memory is None else parse_bytes(memory, "--memory")
-    shape = None if mesh is None else _mesh(mesh)
     if output not in (None, "-"):
         _writable(Path(str(output)))
-    from autopar import models, plan_schema
+    made = _plan("plan", model, cluster, batch, seq, mesh, layers, precision, optimizer, memory, layout, time_limit, gap)
+    from autopar import plan_schema
 
-    config = models.config(model)
-    shapes = models.inputs(config, batch, seq)
-    options = {k: v for k, v in (("seconds", time_limit), ("gap", gap)) if v is not None}
-    console = Console(stderr=True, highlight=False)
-    with console.status("planning"):
-        made = _planning().plan(
-            models.build(config, layers), shapes, cluster, shape,
-            precision=precision, optimizer=optimizer, layout=layout, memory=budget, options=options or None,
-            progress=lambda stage, seconds: console.print(f"{stage}: {seconds:.1f} s", markup=False),
-        )  # fmt: skip
     if output == "-":
         typer.echo(plan_schema.dumps(made))
         return
     if output is not None:
         plan_schema.save(made, output)
     typer.echo(made.text())
+
+
+@app.command()
+def explain(
+    model: Model,
+    operator: Annotated[str, typer.Argument(help="a module's path, a parameter or an operator, or how it ends: mlp.gate_proj")],
+    placement: Annotated[str, typer.Argument(help='what mesh axes split: "tp:out", "Shard(1) over tp", "Replicate over dp"')],
+    cluster: Devices, batch: Batch, seq: Sequence, mesh: Axes = None, layers: Layers = None, precision: Computed = "bf16",
+    optimizer: Optimizer = "adamw", memory: Memory = None, layout: Hand = None, time_limit: TimeLimit = None, gap: Gap = None,
+) -> None:  # fmt: skip
+    """Say why the plan does not have an operator or a parameter placed so, or what that would cost."""
+    asked = {"op": operator, "placement": placement}
+    typer.echo(_plan("explain", model, cluster, batch, seq, mesh, layers, precision, optimizer, memory, layout, time_limit, gap, **asked))
 
 
 @app.command()
@@ -122,10 +131,57 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show is no reason to fail
+    _heed_interrupts()
     app(prog_name="autopar")
 
 
 # ---- parts -------------------------------------------------------------------------------------------------------
+
+
+def _plan(
+    verb: str, model: str, cluster: str, batch: int, seq: int, mesh: str | None, layers: int | None, precision: str, optimizer: str,
+    memory: str | None, layout: str | None, time_limit: float | None, gap: float | None, **asked: str,
+) -> Any:  # fmt: skip
+    """`autopar.plan` or `autopar.explain`, by its name, with progress."""
+    budget = None if memory is None else parse_bytes(memory, "--memory")
+    shape = None if mesh is None else _mesh(mesh)
+    console = Console(stderr=True, highlight=False)
+
+    def tell(stage: str, seconds: float) -> None:
+        console.print(f"{stage}: {seconds:.1f} s", markup=False)
+
+    from autopar import models
+
+    start = time.perf_counter()
+    config = models.config(model)
+    shapes = models.inputs(config, batch, seq)
+    with console.status("planning"):
+        does: Callable[..., Any] = getattr(_planning(), verb)
+        built = models.build(config, layers)
+        tell("imports and configuration", time.perf_counter() - start)
+        options = {k: v for k, v in (("seconds", time_limit), ("gap", gap)) if v is not None}
+        return does(
+            built, shapes, cluster, shape,
+            precision=precision, optimizer=optimizer, layout=layout, memory=budget, options=options or None, progress=tell, **asked,
+        )  # fmt: skip
+
+
+def _heed_interrupts() -> None:
+    """Ends the process at Ctrl-C from a thread of its own: the solver and torch's compiler run long outside of Python, where the main thread learns of a
+    signal only when they return, and in the middle of an import it may lose it. Nothing else is lost: files appear whole or not at all."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+
+    def watch() -> None:
+        while signals := os.read(read, 1):
+            if signals[0] == signal.SIGINT:
+                show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # the progress display hides it
+                os.write(2, f"{show_cursor}interrupted\n".encode())
+                os._exit(INTERRUPTED)
+
+    threading.Thread(target=watch, daemon=True).start()
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGINT, lambda number, frame: None)
 
 
 def _planning() -> Any:

@@ -1,4 +1,4 @@
-"""Equal views of one tensor become one node: q, k and v each flatten the norm's result, and a gather of it shall be shared.
+"""Equal calls become one node: q, k and v each flatten the norm's result, and a gather of it shall be shared.
 
 The one that stays moves to where its tensor is made: a view of what all layers share then belongs to none of them, and they stay alike.
 """
@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 
-ALSO = {torch.ops.aten._unsafe_view.default, torch.ops.aten._to_copy.default}
+from autopar import _torch
 
 
-def merge_views(gm: fx.GraphModule) -> int:
-    """Merges views and casts with the same operands and arguments, those of forward with forward's, of backward with backward's.
+def merge_equal(gm: fx.GraphModule) -> int:
+    """Merges pure calls with the same operands and arguments, those of forward with forward's, of backward with backward's.
 
     Returns how many were taken out. The graph must be functional: nothing is written in place.
     """
@@ -23,15 +22,16 @@ def merge_views(gm: fx.GraphModule) -> int:
     merged = 0
     for node in list(gm.graph.nodes):
         target = node.target
-        if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or not (target.is_view or target in ALSO):
+        if node.op != "call_function" or not _torch.is_pure(node) or _torch.draws_random(node):
             continue
         key = (target, _frozen(node.args), _frozen(node.kwargs), node.meta.get("partitioner_tag"))
         first = seen.setdefault(key, node)
         if first is not node:
             if first not in moved:
                 last = max(first.all_input_nodes, default=None)  # nodes compare by their place in the graph
-                if last is not None and last.op != "placeholder":
-                    last.append(first)
+                if last is None or last.op == "placeholder":
+                    last = [n for n in gm.graph.nodes if n.op == "placeholder"][-1]
+                last.append(first)
                 moved.add(first)
             node.replace_all_uses_with(first)
             gm.graph.erase_node(node)

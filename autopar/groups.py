@@ -40,6 +40,13 @@ class Groups:
     def coordinates(self) -> dict[str, int]:
         return self.mesh.coordinates(self.rank)
 
+    @property
+    def everyone(self) -> dist.ProcessGroup | None:
+        """The group of the whole mesh; makes it on first use (collective)."""
+        axes = tuple(a.name for a in self.mesh.axes if a.size > 1)
+        self.ensure(axes)
+        return self.made[axes]
+
     def ensure(self, axes: tuple[str, ...]) -> str:
         """The name of the group over `axes`; makes it on first use (collective)."""
         name = group_name(self.prefix, axes)

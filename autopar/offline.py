@@ -1,9 +1,15 @@
-"""`autopar.plan`: a plan without the cluster. The model may lie on the meta device; nothing is computed and no process group is needed."""
+"""`autopar.plan`: a plan without the cluster. The model may lie on the meta device; nothing is computed and no process group is needed.
+
+The time to capture does not grow with depth: copies of the module with few layers are captured (`tile.py`, `shallow.py`), and the whole module only where
+they do not show what it is. The plan names the operators that were captured; `refit` gives it the names of a capture of the whole.
+"""
 
 from __future__ import annotations
 
+import difflib
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,16 +19,30 @@ from autopar.build import Precision, refuse_unknown_random
 from autopar.capture import Call, capture, off_cache
 from autopar.cluster import Cluster
 from autopar.describe import describe
-from autopar.errors import AutoparError, MeshError
+from autopar.errors import AutoparError, CaptureError, MeshError
+from autopar.explain import Explanation, explain_graph
 from autopar.formulate.problem import Setting
-from autopar.graph import DTYPE_BYTES
+from autopar.graph import DTYPE_BYTES, Graph
 from autopar.layout import Layout
-from autopar.mesh import Mesh
 from autopar.optimizers import STATE_TENSORS
 from autopar.plan import Plan
 from autopar.planning import plan_graph
-from autopar.propagate import propagate
+from autopar.refit import modules_of, served
+from autopar.shallow import shallow
+from autopar.solver.fold import Folded, fold
 from autopar.solver.solve import Limits
+from autopar.tile import expand_params, layer_periods, least_depth, tiled
+
+
+@dataclass(frozen=True)
+class Task:
+    """A step that is to be planned."""
+
+    model: nn.Module
+    folded: Folded
+    mesh_axes: dict[str, int]
+    cluster: Cluster
+    setting: Setting
 
 
 def plan(
@@ -42,37 +62,114 @@ def plan(
     """The best plan of one training step of `model` on `cluster`.
 
     inputs: keyword arguments of a call, tensors or shapes (a shape is taken for token ids, int64). mesh: "32x8" or axis sizes by name; default the
-    cluster's nodes x devices. memory: budget of a device in bytes; default what it has, less a reserve. layout: a hand layout's plan
-    instead, without predictions. options: "seconds" and "gap" of the solver. progress: called with a stage's name and its seconds.
+    cluster's nodes x devices. memory: budget of a device in bytes; default what it has, less a reserve. layout: the best plan that is this hand
+    layout. options: "seconds" and "gap" of the solver. progress: called with a stage's name and its seconds.
 
-    Raises InfeasibleError when nothing fits, CaptureError, MeshError, ClusterError.
+    Raises InfeasibleError when nothing fits, CaptureError, MeshError, ClusterError, LayoutError.
     """
     tell = progress or (lambda stage, seconds: None)
+    t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, memory, tell)
+    made = plan_graph(t.folded, t.mesh_axes, t.cluster, t.setting, Limits(**(options or {})), tell, layout).plan  # type: ignore[arg-type]
+    return _of_the_whole(made, t.folded, model)
+
+
+def explain(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    cluster: str | Cluster,
+    mesh: str | Mapping[str, int] | None = None,
+    *,
+    op: str,
+    placement: str,
+    loss_fn: Callable[..., Any] | None = None,
+    precision: Precision | str | torch.dtype | None = None,
+    optimizer: str = "adamw",
+    layout: str | Layout | None = None,
+    memory: float | None = None,
+    options: Mapping[str, float] | None = None,
+    progress: Callable[[str, float], None] | None = None,
+) -> Explanation:
+    """Why the plan that `plan` makes of the same arguments does not have `op` at `placement`, or what that would cost.
+
+    op: a module's path, a parameter's or an operator's name, or how one ends: "mlp.gate_proj". placement: what mesh axes split, as
+    "tp:out" (a loop, as `print(plan)` or the operator's rule names it), "Shard(1) over tp" (a dim of the result or of the parameter) or "Replicate over dp".
+    """
+    tell = progress or (lambda stage, seconds: None)
+    t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, memory, tell)
+    limits = Limits(**(options or {}))  # type: ignore[arg-type]
+    return explain_graph(t.folded, t.mesh_axes, t.cluster, t.setting, op, placement, limits, tell, layout)
+
+
+def task(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    cluster: str | Cluster,
+    mesh: str | Mapping[str, int] | None,
+    loss_fn: Callable[..., Any] | None,
+    precision: Precision | str | torch.dtype | None,
+    optimizer: str,
+    memory: float | None,
+    tell: Callable[[str, float], None],
+) -> Task:
+    """Checks the arguments of `plan` and captures the model."""
     where = Cluster.of(cluster)
     axes = mesh_axes(mesh, where)
     if optimizer not in STATE_TENSORS:
-        raise AutoparError(f"unknown optimizer {optimizer!r}", fix=f"use one of {', '.join(STATE_TENSORS)}")
-    start = time.perf_counter()
-    tensors = {k: v if isinstance(v, torch.Tensor) else torch.empty(tuple(v), dtype=torch.int64, device="meta") for k, v in inputs.items()}
-    call = Call.of((), off_cache(model, tensors))
+        close = difflib.get_close_matches(optimizer, STATE_TENSORS, n=1)
+        meant = f"did you mean {close[0]}? Else " if close else ""
+        raise AutoparError(f"unknown optimizer {optimizer!r}", fix=f"{meant}use one of {', '.join(STATE_TENSORS)}")
     p = Precision.of(precision)
-    captured = capture(model.train(), call, tuple((tuple(t.shape), t.dtype) for t in call.tensors), loss_fn=loss_fn, cast=p.param)
-    refuse_unknown_random(captured.gm)
-    graph = describe(captured)
-    tell("capture", time.perf_counter() - start)
+    tensors = {k: v if isinstance(v, torch.Tensor) else torch.empty(tuple(v), dtype=torch.int64, device="meta") for k, v in inputs.items()}
     params = dict(model.named_parameters(remove_duplicate=False))
-    trainable = frozenset(n for n in graph.params if params[n].requires_grad)
-    if layout is not None:
-        return propagate(graph, Layout.of(layout, Mesh.of(axes)), axes, trainable)
+
+    def captured(module: nn.Module) -> Graph:
+        module.train()
+        call = Call.of((), off_cache(module, tensors))
+        found = capture(module, call, tuple((tuple(t.shape), t.dtype) for t in call.tensors), loss_fn=loss_fn, cast=p.param)
+        refuse_unknown_random(found.gm)
+        return describe(found)
+
+    start = time.perf_counter()
+    folded = program(model, captured)
+    tell("capture", time.perf_counter() - start)
     stored = max((DTYPE_BYTES[str(q.dtype).removeprefix("torch.")] for q in params.values()), default=4)
     setting = Setting(
-        trainable,
+        frozenset(n for n in folded.graph.params if params[n].requires_grad),
         "" if p.reduce is None else str(p.reduce).removeprefix("torch."),
         state_bytes=4.0 * STATE_TENSORS[optimizer],
         master_bytes=float(stored),
         budget_bytes=float(memory if memory is not None else where.device.usable_bytes),
     )
-    return plan_graph(graph, axes, where, setting, Limits(**(options or {})), tell).plan
+    return Task(model, folded, axes, where, setting)
+
+
+def program(model: nn.Module, captured: Callable[[nn.Module], Graph]) -> Folded:
+    """The fold of `captured(model)`, from shallower copies of the module where they suffice; its note says which."""
+    lists = layer_periods(model)
+    depths = {path: n for path, (n, period) in lists.items() if n > least_depth(n, period)}
+    periods = {path: lists[path][1] for path in depths}
+    if not depths:
+        odd = [path for path, (n, _) in lists.items() if n > least_depth(n, 1)]
+        why = f"captured in full: the layers of {', '.join(odd)} do not repeat often enough" if odd else ""
+        return replace(fold(captured(shallow(model, {}))), note=why)
+    try:
+        return tiled(lambda layers: captured(shallow(model, layers)), depths, periods)
+    except CaptureError as e:  # a forward may want all of its layers
+        why = f"captured in full: a copy with fewer layers cannot be captured ({e.what})"
+        return replace(fold(captured(shallow(model, {}))), note=why)
+
+
+def _of_the_whole(made: Plan, folded: Folded, model: nn.Module) -> Plan:
+    """`made` for all parameters of `model`, of which `folded` may have captured few; what collectives serve by names that any capture has."""
+    params = dict(model.named_parameters())
+    stands = expand_params(folded, {n: tuple(p.shape) for n, p in params.items()})
+    return replace(
+        made,
+        params={n: replace(made.params[like], trainable=params[n].requires_grad) for n, like in stands.items()},
+        collectives=served(made, folded),
+        modules=modules_of(folded.graph),
+        solver={**made.solver, **({"capture": folded.note} if folded.note else {})},
+    )
 
 
 def mesh_axes(mesh: str | Mapping[str, int] | None, cluster: Cluster) -> dict[str, int]:

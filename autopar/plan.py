@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from autopar.mesh import Mesh
 from autopar.placement import Placement
+from autopar.plan_text import text
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class Plan:
     # Which program it is for (`autopar.refit`): of its canonical graph, and operators that stand for all others, in order.
     fingerprint: str = ""
     order: tuple[str, ...] = ()
+    segments: dict[str, tuple[int, ...]] = field(default_factory=dict)  # repeated stack -> layers that share fates, first to last, if cut
+    modules: dict[str, str] = field(default_factory=dict)  # op of forward -> path of the module it came from, for the report
     # What planning says of it; a hand layout says nothing.
     cluster: str = ""
     activations: dict[str, str] = field(default_factory=dict)  # what backward needs of forward -> "save" | "recompute"
@@ -104,60 +107,5 @@ class Plan:
         return self.text()
 
     def text(self) -> str:
-        """A layout table by parameter kind, collectives by kind, fallbacks."""
-        mesh = " x ".join(f"{n}={s}" for n, s in self.mesh_axes.items())
-        lines = [f"plan: layout {self.layout} on mesh {mesh}, batch split {self.data_size} ways"]
-        rows: dict[tuple[str, str, str], list[int]] = {}
-        for name, p in self.params.items():
-            kind = ".".join("*" if part.isdigit() else part for part in name.split("."))
-            row = rows.setdefault((kind, _short(p.storage), _short(p.compute)), [0, 0])
-            row[0] += 1
-            row[1] += math.prod(p.shape)
-        width = max((len(k) for k, _, _ in rows), default=10)
-        lines.append(f"  {'parameter':<{width}}  {'count':>5}  {'elements':>12}  {'stored':<24}  computed with")
-        for (kind, storage, compute), (count, numel) in rows.items():
-            lines.append(f"  {kind:<{width}}  {count:>5}  {numel:>12,}  {storage:<24}  {compute}")
-        uses: dict[tuple[str, str, str], tuple[int, float]] = {}
-        for c in self.collectives:
-            key = (c.direction, c.kind, " x ".join(_merge(list(c.axes))))
-            count, total = uses.get(key, (0, 0.0))
-            uses[key] = (count + c.count, total + c.count * c.wire_bytes)
-        for (direction, kind, names), (count, total) in sorted(uses.items()):
-            lines.append(f"  {direction:<8} {kind:<15} over {names:<12} {count:>5} x, {total / 1e6:,.2f} MB sent a rank")
-        lines.append(f"  collectives: {sum(c.count for c in self.collectives if c.kind != 'slice')}; those of activations block")
-        lines.append(f"  fallbacks (ops without a rule, replicated): {self.fallbacks or 'none'}")
-        if self.activations:
-            saved = sum(f == "save" for f in self.activations.values())
-            lines.append(f"  activations: {saved} saved, {len(self.activations) - saved} recomputed by {len(self.recompute)} ops")
-        if self.predicted:
-            order = sorted(self.predicted, key=lambda k: (k != "step_time_s", k))
-            lines.append(f"  predicted on {self.cluster}: " + ", ".join(_said(k, self.predicted[k]) for k in order))
-        if "gap" in self.solver:
-            lines.append(
-                f"  solver: within {float(self.solver['gap']):.2%} of the bound, stopped by {self.solver.get('stopped_by', 'gap')}"
-            )
-        if self.repeated:
-            lines.append(f"  heavy ops whose work some ranks repeat: {dict(Counter(self.targets[o] for o in self.repeated))}")
-        return "\n".join(lines)
-
-
-def _said(key: str, value: float) -> str:
-    """step_time_s -> "step time 12.3 ms"."""
-    for suffix, scale, unit in (("_s", 1e3, "ms"), ("_bytes", 1e-9, "GB")):
-        if key.endswith(suffix):
-            return f"{key.removesuffix(suffix).replace('_', ' ')} {value * scale:,.3f} {unit}"
-    return f"{key.replace('_', ' ')} {value:,.3f}"
-
-
-def _short(p: Placement) -> str:
-    if p.is_replicate:
-        return "Replicate"
-    by_dim: dict[int, list[str]] = {}
-    for s in sorted(p.splits, key=lambda s: (s.dim, -s.stride)):
-        by_dim.setdefault(s.dim, []).append(s.axis)
-    return ", ".join(f"Shard({d}) {'.'.join(_merge(axes))}" for d, axes in sorted(by_dim.items()))
-
-
-def _merge(axes: list[str]) -> list[str]:
-    """dp.0, dp.1 -> dp for people."""
-    return list(dict.fromkeys(a.rsplit(".", 1)[0] if a.rsplit(".", 1)[-1].isdigit() else a for a in axes))
+        """A block for every kind of layer, then collectives, fallbacks and predictions."""
+        return text(self)

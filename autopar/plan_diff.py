@@ -5,6 +5,7 @@ Layers of a deep model change together, so numbers in names are starred and equa
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -12,8 +13,9 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from autopar.placement import Placement
-from autopar.plan import CollectiveUse, OpChoice, ParamChoice, Plan, _merge, _short
-from autopar.plan_schema import SECTIONS, is_timing
+from autopar.plan import CollectiveUse, OpChoice, ParamChoice, Plan
+from autopar.plan_schema import is_timing
+from autopar.plan_text import merged, placed
 
 NONE = "(none)"
 _FOLLOW = ("view", "cheap")
@@ -26,10 +28,10 @@ def diff(a: Plan, b: Plan) -> str:
     lines = _values(a, b)
     lines += _section("parameters", _params(a, b))
     lines += _section("ops", _ops(a, b))
-    lines += _section("collectives", _collectives(a, b))
-    lines += _section("activations", _changes(_get(a, "activations"), _get(b, "activations"), str, _star))
+    lines += _section("collectives", collectives(a, b))
+    lines += _section("activations", _changes(a.activations, b.activations, str, _star))
     lines += _section("recomputed ops", _changes(dict.fromkeys(a.recompute, "yes"), dict.fromkeys(b.recompute, "yes"), str, _star))
-    lines += _section("predicted", _numbers(_get(a, "predicted"), _get(b, "predicted")))
+    lines += _section("predicted", _numbers(a.predicted, b.predicted))
     lines += _section("solver", _numbers(_solver(a), _solver(b)))
     lines += _rest(a, b)
     return "\n".join(lines)
@@ -37,7 +39,7 @@ def diff(a: Plan, b: Plan) -> str:
 
 # What the sections above cover; any other field of a plan, also one added later, is compared as a whole.
 _COVERED = {"mesh_axes", "layout", "cluster", "fingerprint", "data_axes", "reshard_after_forward", "params", "ops", "targets"}
-_COVERED |= {"collectives", "activations", "recompute", "predicted", "solver"}
+_COVERED |= {"collectives", "activations", "recompute", "predicted", "solver", "order"}
 
 
 def _values(a: Plan, b: Plan) -> list[str]:
@@ -46,12 +48,16 @@ def _values(a: Plan, b: Plan) -> list[str]:
     rows: list[tuple[str, str, str]] = [
         ("mesh", mesh[0], mesh[1]),
         ("layout", a.layout, b.layout),
-        ("cluster", _get(a, "cluster"), _get(b, "cluster")),
-        ("fingerprint", _get(a, "fingerprint"), _get(b, "fingerprint")),
+        ("cluster", a.cluster, b.cluster),
+        ("fingerprint", a.fingerprint, b.fingerprint),
         ("batch split over", *_axes(a.data_axes, b.data_axes)),
         ("reshard after forward", str(a.reshard_after_forward), str(b.reshard_after_forward)),
     ]
-    return [f"{name}: {x or NONE} -> {y or NONE}" for name, x, y in rows if x != y]
+    lines = [f"{name}: {x or NONE} -> {y or NONE}" for name, x, y in rows if x != y]
+    if a.order != b.order:
+        other = sum(x != y for x, y in itertools.zip_longest(a.order, b.order))
+        lines.append(f"ops that stand for all: {len(a.order)} -> {len(b.order)}, {other} of them named otherwise")
+    return lines
 
 
 def _params(a: Plan, b: Plan) -> list[str]:
@@ -69,7 +75,7 @@ def _param(x: ParamChoice | None, y: ParamChoice | None) -> str:
     if x is None or y is None:
         c = x or y
         assert c is not None
-        return f"only in the {'second' if x is None else 'first'}: {list(c.shape)} {c.dtype}, stored {_short(c.storage)}"
+        return f"only in the {'second' if x is None else 'first'}: {list(c.shape)} {c.dtype}, stored {placed(c.storage)}"
     trains = {True: "trained", False: "frozen"}
     parts = [
         ("shape", str(list(x.shape)), str(list(y.shape))),
@@ -98,7 +104,7 @@ def _ops(a: Plan, b: Plan) -> list[str]:
             by_letter.setdefault(letter, []).append(axis)
         for axis in sorted(x[1].partial):
             by_letter.setdefault("partial", []).append(axis)
-        parts = [f"{letter} over {'.'.join(_merge(axes))}" for letter, axes in by_letter.items()]
+        parts = [f"{letter} over {'.'.join(merged(axes))}" for letter, axes in by_letter.items()]
         return f"{', '.join(parts) or 'replicated'}{' (no rule)' if x[1].fallback else ''}"
 
     def full(x: tuple[str, OpChoice | None]) -> str:
@@ -120,13 +126,13 @@ def _ops(a: Plan, b: Plan) -> list[str]:
     return lines
 
 
-def _collectives(a: Plan, b: Plan) -> list[str]:
+def collectives(a: Plan, b: Plan) -> list[str]:
     def totals(uses: tuple[CollectiveUse, ...]) -> dict[str, tuple[int, float]]:
         out: dict[str, tuple[int, float]] = {}
         for c in uses:
-            key = f"{c.direction} {c.kind} over {' x '.join(_merge(list(c.axes)))}"
+            key = f"{c.direction} {c.kind} over {' x '.join(merged(c.axes))}"
             n, size = out.get(key, (0, 0.0))
-            out[key] = (n + 1, size + c.wire_bytes)
+            out[key] = (n + c.count, size + c.count * c.wire_bytes)
         return out
 
     def say(t: tuple[int, float]) -> str:
@@ -193,12 +199,8 @@ def _section(title: str, lines: list[str]) -> list[str]:
     return [f"{title}:", *(f"  {x}" for x in lines[:LINES]), *more] if lines else []
 
 
-def _get(plan: Plan, section: str) -> Any:
-    return getattr(plan, section, SECTIONS[section])
-
-
 def _solver(plan: Plan) -> dict[str, Any]:
-    return {k: v for k, v in _get(plan, "solver").items() if not is_timing(k)}
+    return {k: v for k, v in plan.solver.items() if not is_timing(k)}
 
 
 def _star(name: str) -> str:
@@ -206,13 +208,13 @@ def _star(name: str) -> str:
 
 
 def _axes(x: tuple[str, ...], y: tuple[str, ...]) -> tuple[str, str]:
-    short = [" x ".join(_merge(list(axes))) for axes in (x, y)]
+    short = [" x ".join(merged(axes)) for axes in (x, y)]
     return (short[0], short[1]) if short[0] != short[1] else (" x ".join(x), " x ".join(y))
 
 
 def _places(x: Placement, y: Placement) -> tuple[str, str]:
     """As in `Plan.text`, or digit by digit where that would say the same of both."""
-    return (_short(x), _short(y)) if _short(x) != _short(y) else (str(x), str(y))
+    return (placed(x), placed(y)) if placed(x) != placed(y) else (str(x), str(y))
 
 
 def _say(x: Any) -> str:

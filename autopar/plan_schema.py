@@ -1,6 +1,6 @@
 """A plan's file: JSON, checked against a schema, nothing executable.
 
-    {"plan": <canonical part>, "schema_version": 1, "timing": <how long planning took>}
+    {"plan": <canonical part>, "schema_version": 1, "timing": <how planning went: its seconds, what was captured>}
 
 The canonical part is the same text for the same plan, on every machine: keys are sorted, numbers are written in the shortest form that reads back
 equal, what has an order (mesh axes, parameters and ops) is an array. Timings differ from run to run, so they lie beside it.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -27,8 +27,6 @@ from autopar.plan_check import Checker, PlanError, contradiction, mesh_of
 from autopar.strict_json import JsonError, parse, read_bytes, short
 
 SCHEMA_VERSION = 1
-# Sections of a plan that a hand layout leaves empty, and what they are then.
-SECTIONS: dict[str, Any] = {"fingerprint": "", "cluster": "", "activations": {}, "predicted": {}, "solver": {}}
 
 # Names reach terminals and reports, so no control characters: a file must not steer a terminal.
 Text = Annotated[str, StringConstraints(strict=True, max_length=1000, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")]
@@ -83,11 +81,14 @@ class UseModel(_Model):
     axes: Short[Text]
     wire_bytes: Number
     direction: Text
+    count: Positive = 1
 
 
 class PlanModel(_Model):
-    """The canonical part. Rows: params (name, of param_table), ops (name, of op_table, of target_table; None: it has none),
-    collectives (tensor, of collective_table), repeated (op, ranks that repeat it), kept (tensor, of kept_table)."""
+    """The canonical part. Rows: params (name, of param_table), ops (name, of op_table, of target_table, of module_table; None: it has
+    none), collectives (tensor, of collective_table), repeated (op, ranks that repeat it), kept (tensor, of kept_table).
+
+    What has a default is left empty by hand layouts, and 1 is a collective's count where nothing is folded."""
 
     mesh: Annotated[Short[tuple[Text, Positive]], Field(min_length=1)]
     layout: Text
@@ -97,7 +98,8 @@ class PlanModel(_Model):
     params: Rows[tuple[Text, Size]]
     op_table: Table[OpModel]
     target_table: Table[Text]
-    ops: Rows[tuple[Text, Size | None, Size | None]]
+    module_table: Table[Text] = []
+    ops: Rows[tuple[Text, Size | None, Size | None, Size | None]]
     inputs: Table[PlacementModel]
     outputs: Table[PlacementModel]
     collective_table: Table[UseModel]
@@ -106,6 +108,8 @@ class PlanModel(_Model):
     kept_table: Table[PlacementModel] = []
     kept: Rows[tuple[Text, Size]] = []
     fingerprint: Text = ""
+    order: Rows[Text] = []
+    segments: Short[tuple[Text, Table[Positive]]] = []
     cluster: Text = ""
     activations: dict[Fate, Rows[Text]] = {}
     recompute: Rows[Text] = []
@@ -227,8 +231,8 @@ class _Interned(Generic[T]):
 
 
 def is_timing(key: str) -> bool:
-    """Whether a solver entry tells the time planning took: it differs from run to run."""
-    return key == "seconds" or key.endswith("_seconds")
+    """Whether a solver entry tells how planning went (how long it took, what was captured): it may differ for the same plan."""
+    return key in ("seconds", "capture") or key.endswith("_seconds")
 
 
 def _file(plan: Plan) -> FileModel:
@@ -240,6 +244,7 @@ def _file(plan: Plan) -> FileModel:
     params: _Interned[dict[str, Any]] = _Interned()
     ops: _Interned[dict[str, Any]] = _Interned()
     targets: _Interned[str] = _Interned()
+    modules: _Interned[str] = _Interned()
     uses: _Interned[dict[str, Any]] = _Interned()
 
     def op_index(c: OpChoice) -> int:
@@ -253,9 +258,12 @@ def _file(plan: Plan) -> FileModel:
     def param_index(c: ParamChoice) -> int:
         return params.index(c, lambda: _param(c))
 
-    def target_index(op: str) -> int | None:
-        target = plan.targets.get(op)
-        return None if target is None else targets.index(target, lambda: target)
+    def about(op: str) -> tuple[int | None, int | None]:
+        target, module = plan.targets.get(op), plan.modules.get(op)
+        return (
+            None if target is None else targets.index(target, lambda: target),
+            None if module is None else modules.index(module, lambda: module),
+        )
 
     def kept_index(p: Placement) -> int:
         return kept.index(p, lambda: _placement(p))
@@ -263,17 +271,16 @@ def _file(plan: Plan) -> FileModel:
     def use_index(c: CollectiveUse) -> int:
         bytes_ = float(c.wire_bytes)
         return uses.index(
-            (c.kind, c.axes, bytes_, c.direction),
-            lambda: {"kind": c.kind, "axes": c.axes, "wire_bytes": bytes_, "direction": c.direction},
+            (c.kind, c.axes, bytes_, c.direction, c.count),
+            lambda: {"kind": c.kind, "axes": c.axes, "wire_bytes": bytes_, "direction": c.direction, "count": c.count},
         )
 
     kept: _Interned[dict[str, Any]] = _Interned()
     fates: dict[str, list[str]] = {}
-    for tensor, fate in sorted(getattr(plan, "activations", {}).items()):
+    for tensor, fate in sorted(plan.activations.items()):
         fates.setdefault(fate, []).append(tensor)
-    solver = dict(getattr(plan, "solver", {}))
-    rows = [(n, op_index(c), target_index(n)) for n, c in plan.ops.items()]
-    rows += [(n, None, target_index(n)) for n in plan.targets if n not in plan.ops]  # type: ignore[misc]
+    rows: list[tuple[str, int | None, int | None, int | None]] = [(n, op_index(c), *about(n)) for n, c in plan.ops.items()]
+    rows += [(n, None, *about(n)) for n in dict.fromkeys((*plan.targets, *plan.modules)) if n not in plan.ops]
     # Python's own numbers only: json would refuse numpy's integers, and write its floats by their names.
     body = {
         "mesh": list(plan.mesh_axes.items()),
@@ -285,6 +292,7 @@ def _file(plan: Plan) -> FileModel:
         "ops": rows,
         "op_table": ops.entries,
         "target_table": targets.entries,
+        "module_table": modules.entries,
         "inputs": [_placement(p) for p in plan.inputs],
         "outputs": [_placement(p) for p in plan.outputs],
         "collectives": [(c.tensor, use_index(c)) for c in plan.collectives],
@@ -292,14 +300,16 @@ def _file(plan: Plan) -> FileModel:
         "repeated": sorted((n, float(x)) for n, x in plan.repeated.items()),
         "kept": [(n, kept_index(p)) for n, p in sorted(plan.kept.items())],
         "kept_table": kept.entries,
-        "fingerprint": getattr(plan, "fingerprint", ""),
-        "cluster": getattr(plan, "cluster", ""),
+        "fingerprint": plan.fingerprint,
+        "order": plan.order,
+        "segments": sorted(plan.segments.items()),
+        "cluster": plan.cluster,
         "activations": fates,
         "recompute": sorted(plan.recompute),
-        "predicted": {k: float(v) for k, v in getattr(plan, "predicted", {}).items()},
-        "solver": {k: v for k, v in solver.items() if not is_timing(k)},
+        "predicted": {k: float(v) for k, v in plan.predicted.items()},
+        "solver": {k: v for k, v in plan.solver.items() if not is_timing(k)},
     }
-    timing = {k: v for k, v in solver.items() if is_timing(k)}
+    timing = {k: v for k, v in plan.solver.items() if is_timing(k)}
     return _validate({"schema_version": SCHEMA_VERSION, "plan": body, "timing": timing})
 
 
@@ -325,28 +335,31 @@ def _decode(file: FileModel) -> Plan:
     op_table = [read.op(c, f"op_table[{i}]") for i, c in enumerate(m.op_table)]
     read.check.axes(m.data_axes, "data_axes")
     params = {n: _at(param_table, i, f"params {n!r}") for n, i in m.params}
-    ops = {n: _at(op_table, i, f"ops {n!r}") for n, i, _ in m.ops if i is not None}
-    targets = {n: _at(m.target_table, i, f"ops {n!r}") for n, _, i in m.ops if i is not None}
+    ops = {n: _at(op_table, i, f"ops {n!r}") for n, i, _, _ in m.ops if i is not None}
+    targets = {n: _at(m.target_table, i, f"ops {n!r}") for n, _, i, _ in m.ops if i is not None}
+    modules = {n: _at(m.module_table, i, f"ops {n!r}") for n, _, _, i in m.ops if i is not None}
     _once([n for n, _ in m.params], "params")
-    names = _once([n for n, _, _ in m.ops], "ops")
+    names = _once([n for n, _, _, _ in m.ops], "ops")
     _once([n for n, _ in m.repeated], "repeated")
     _once([n for tensors in m.activations.values() for n in tensors], "activations")
-    _once(m.recompute, "recompute")
     _once([n for n, _ in m.kept], "kept")
+    _once([n for n, _ in m.segments], "segments")
     for n, _ in m.repeated:
         if n not in targets:
             raise contradiction(f"it repeats {short(n)!r}, which is no op of it", "repeated")
     for n, c in ops.items():
         if c.fallback and n not in targets:
             raise contradiction(f"{short(n)!r} has no rule and no target", "ops")
-    for n in m.recompute:
-        if n not in names:
-            raise contradiction(f"it recomputes {short(n)!r}, which is no op of it", "recompute")
+    for said, listed, known in (("recompute", m.recompute, names), ("order", m.order, ops.keys())):
+        _once(listed, said)
+        for n in listed:
+            if n not in known:
+                raise contradiction(f"it names {short(n)!r}, which is no op of it", said)
     if twice := next((k for k in file.timing if k in m.solver), None):
         raise contradiction(f"{short(twice)!r} stands in both", "solver and timing")
     uses = [read.use(c, f"collective_table[{i}]") for i, c in enumerate(m.collective_table)]
     kept_table = [read.placement(p, f"kept_table[{i}]") for i, p in enumerate(m.kept_table)]
-    plan = Plan(
+    return Plan(
         mesh_axes=dict(m.mesh),
         layout=m.layout,
         params=params,
@@ -360,19 +373,15 @@ def _decode(file: FileModel) -> Plan:
         reshard_after_forward=m.reshard_after_forward,
         kept={n: _at(kept_table, i, f"kept {n!r}") for n, i in m.kept},
         recompute=frozenset(m.recompute),
+        fingerprint=m.fingerprint,
+        order=tuple(m.order),
+        segments={name: tuple(counts) for name, counts in m.segments},
+        modules=modules,
+        cluster=m.cluster,
+        activations={tensor: fate for fate, tensors in m.activations.items() for tensor in tensors},
+        predicted=dict(m.predicted),
+        solver={**m.solver, **file.timing},
     )
-    activations = {tensor: fate for fate, tensors in m.activations.items() for tensor in tensors}
-    sections = {**m.model_dump(include={"fingerprint", "cluster", "predicted"}), "activations": activations}
-    return _with_sections(plan, {**sections, "solver": {**m.solver, **file.timing}})
-
-
-def _with_sections(plan: Plan, sections: dict[str, Any]) -> Plan:
-    known = {f.name for f in fields(Plan)}
-    out = Plan(**{**plan.__dict__, **{k: v for k, v in sections.items() if k in known}})
-    for k, v in sections.items():
-        if k not in known and v != SECTIONS[k]:
-            object.__setattr__(out, k, v)
-    return out
 
 
 @dataclass(frozen=True)
@@ -400,8 +409,8 @@ class _Reader:
         return OpChoice(strategy, {a: frozenset(i) for a, i in c.partial}, c.kind, c.fallback)
 
     def use(self, c: UseModel, where: str) -> Callable[[str], CollectiveUse]:
-        self.check.use(CollectiveUse(c.kind, tuple(c.axes), c.wire_bytes, "", c.direction), where)
-        return lambda tensor: CollectiveUse(c.kind, tuple(c.axes), c.wire_bytes, tensor, c.direction)
+        self.check.use(CollectiveUse(c.kind, tuple(c.axes), c.wire_bytes, "", c.direction, c.count), where)
+        return lambda tensor: CollectiveUse(c.kind, tuple(c.axes), c.wire_bytes, tensor, c.direction, c.count)
 
 
 def _at(table: list[T], index: int, where: str) -> T:

@@ -7,20 +7,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.cluster import Cluster
-from autopar.cost import Cost
-from autopar.cost.fusion import fused
 from autopar.errors import AutoparError
 from autopar.formulate.apply import apply
-from autopar.formulate.problem import Setting, formulate
-from autopar.formulate.quotient import quotient
+from autopar.formulate.layouts import by_role, forbidden
+from autopar.formulate.problem import Names, Setting
 from autopar.graph import Graph
 from autopar.infeasible import InfeasibleError
+from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.plan import Plan
-from autopar.rules import lookup
+from autopar.rules.grammar import Rule
 from autopar.solver.fold import Folded, fold
-from autopar.solver.shrink import shrink
-from autopar.solver.solve import Infeasible, Limits, Solution, solve
+from autopar.solver.problem import Problem
+from autopar.solver.solve import Infeasible, Limits, Solution
+from autopar.staged import Stages
 
 
 @dataclass(frozen=True)
@@ -36,43 +36,48 @@ def plan_graph(
     setting: Setting,
     limits: Limits | None = None,
     progress: Callable[[str, float], None] | None = None,
+    layout: str | Layout | None = None,
 ) -> Planned:
     """The best plan for `graph` on a mesh of `cluster`'s devices, under `setting.budget_bytes`.
 
-    graph: as captured, or folded already (from shallow captures of a deep program: `autopar.tile`).
+    graph: as captured, or folded already (from shallow captures of a deep program: `autopar.tile`). layout: the best plan that is this hand
+    layout (`autopar.formulate.layouts` says what that leaves to choose).
 
-    Raises InfeasibleError naming the position of the step that does not fit, by how much, and what would help.
+    Raises InfeasibleError naming the position of the step that does not fit, by how much, and what would help; LayoutError when the model
+    or the mesh does not allow the layout.
     """
     mesh = Mesh.of(dict(mesh_axes))
     tell = progress or (lambda stage, seconds: None)
     start = time.perf_counter()
     folded = fold(graph) if isinstance(graph, Graph) else graph
     tell("fold", time.perf_counter() - start)
-    start = time.perf_counter()
-    small = shrink(folded)
-    rules = {op.name: lookup(op) for op in small.graph.ops}
-    cost = Cost(cluster, mesh, fused(small.graph, rules))
-    problem, names = formulate(quotient(small), rules, mesh, cost, setting)
-    tell("formulate", time.perf_counter() - start)
+    hand = None if layout is None else Layout.of(layout, mesh)
+
+    def restrict(problem: Problem, names: Names, rules: Mapping[str, Rule], on: Mesh) -> Problem:
+        return problem if hand is None else replace(problem, forbidden=problem.forbidden | forbidden(hand, problem, names, rules, on, mesh))
+
     try:
-        found = solve(problem, limits, progress=progress)
+        done = Stages(folded, mesh if hand is None else by_role(hand, mesh), cluster, setting, limits, tell, restrict).run()
     except TimeoutError as e:
         raise AutoparError(
             f"The solver found no plan: {e}",
-            where=f"{sum(len(c.labels) for c in problem.choices)} strategies of {len(problem.choices)} choices",
+            where=f"{len(folded.count)} kinds of operators on {' x '.join(map(str, mesh.parents.values()))} devices",
             fix="give it more time (--time-limit), fewer layers (--layers) or a mesh with fewer axes",
         ) from e
+    found = done.answer
     if isinstance(found, Infeasible):
         raise InfeasibleError(
             constraint=f"memory, {found.position}",
             shortfall_bytes=int(found.shortfall_bytes),
             remedy=f"{found.least_bytes / 1e9:.2f} GB a device would do; or more devices, a smaller batch or shorter sequences",
         )
-    plan = apply(folded, small, rules, mesh, setting, problem, names, found.decision)
-    stages = dict(zip((f"{s}_s" for s in problem.stages), found.price.stage_s, strict=True))
-    again = {t.name: "recompute" for op in folded.graph.ops if op.name in plan.recompute for t in op.outputs if t is not None}
+    plan = apply(folded, done.shrunk, done.rules, mesh, setting, done.problem, done.names, found.decision)
+    stages = dict(zip((f"{s}_s" for s in done.problem.stages), found.price.stage_s, strict=True))
+    everyone = {op.name: op for op in (*done.shrunk.graph.ops, *folded.graph.ops)}
+    again = {t.name: "recompute" for n in plan.ops if n in plan.recompute for t in everyone[n].outputs if t is not None}
     plan = replace(
         plan,
+        layout=plan.layout if hand is None else hand.name,
         cluster=cluster.name,
         activations={**again, **dict.fromkeys(plan.kept, "save")},
         predicted={

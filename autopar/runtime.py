@@ -1,7 +1,7 @@
 """ParallelModule: the user's model with DTensor parameters, whose call runs the compiled step.
 
 It shares the model's submodules, parameters and buffers under their own names. The first call of each kind captures and compiles;
-the first of all also settles where parameters live and moves them there, DTensor for DTensor, so that an
+the first with a backward plans, and settles where parameters live and moves them there, DTensor for DTensor, so that an
 optimizer built earlier keeps working.
 """
 
@@ -18,11 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar import _torch
-from autopar.build import Builder, Config
+from autopar.build import Builder, Config, no_plan
 from autopar.capture import LOSS, Call, Role, off_cache
 from autopar.errors import AutoparError
 from autopar.gradients import GradSync
-from autopar.inputs import InputReader
 from autopar.optimizers import watch
 from autopar.outputs import LossOutput
 from autopar.plan import Plan
@@ -48,7 +47,7 @@ class ParallelModule(nn.Module):
         self._builder.distribute()
         self._config = config
         self._steps: dict[Any, Step] = {}
-        self._reader = InputReader(self._builder.groups, config.inputs, self._builder.layout.data)
+        self._reader = self._builder.reader
         self._sync = GradSync(config.grad_accumulation)
         self._seed: int | None = None
         self._calls = 0
@@ -79,7 +78,11 @@ class ParallelModule(nn.Module):
         key = (self.training, grad, autocast, call.spec, _hashable(call.constants), shapes, tuple(t.requires_grad for t in call.tensors))
         if key not in self._steps:
             self._reader.check_same(call, force=True)
-            self._steps[key] = self._builder.build(call, shapes, grad, autocast)
+            was_planned = self._builder.planned
+            step = self._builder.build(call, shapes, grad, autocast)
+            if self._builder.planned and not was_planned:
+                self._steps.clear()  # made for parameters that lay elsewhere
+            self._steps[key] = step
         else:
             self._reader.check_same(call)
         return self._steps[key]
@@ -134,14 +137,12 @@ class ParallelModule(nn.Module):
         """The plan in use. Before the first call there is none yet."""
         plan = self._builder.plan
         if plan is None:
-            raise AutoparError(
-                "there is no plan yet", fix="pass example_inputs= to autopar.compile, or run one step: the first call captures and plans"
-            )
+            raise no_plan()
         return plan
 
     @property
     def data_world(self) -> int:
-        """Over how many ranks the batch is split."""
+        """Over how many ranks the batch is split: as local inputs must be, as the plan does for global ones."""
         return self._builder.data_world
 
     @property
@@ -285,7 +286,7 @@ class _Apply(torch.autograd.Function):
         for i, t in enumerate(run.call.tensors):
             if t.requires_grad:
                 local = params.get(Role("input_grad", "", i))
-                out.append(None if local is None else module._builder.input_grad(t, local, step.plan.inputs[i]))
+                out.append(None if local is None else module._reader.returned(t, local, step.plan.inputs[i]))
         return None, None, *out
 
 

@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autopar.passes.nodes import collective_of, is_collective, is_wait, nbytes, part_bytes, shares_storage, wire_bytes
+
 COMPUTE = "compute"
 STREAMS = (COMPUTE, "intra", "inter", "d2h", "h2d")
 
@@ -87,18 +89,15 @@ def replay(records: Sequence[Record], start_bytes: int = 0) -> Replay:
 
 # ---- graphs --------------------------------------------------------------------------------------------------------
 
-# Ops that share their operand's memory though their schema does not say so.
-_UNDECLARED_VIEWS = ("aten._unsafe_view", "_c10d_functional.wait_tensor")
-_C10D = "_c10d_functional."
-_KINDS = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all"}
-
 Price = Callable[[Any], "tuple[str, float]"]
+Sizes = Callable[[Any], "list[int]"]
 
 
-def records(parts: Any, price: Price) -> tuple[list[Record], int]:
+def records(parts: Any, price: Price, sizes: Sizes = part_bytes) -> tuple[list[Record], int]:
     """A step's forward and backward graph (`partition.Parts`) as records, and the bytes of the graph's inputs, which live throughout.
 
-    price: (stream, seconds) of a call. Views are no records. What backward reads of forward lives until its last use there; results live on.
+    price: (stream, seconds) of a call; sizes: bytes of every part of its result (all of it, as in an eager run; `stored`: what is left of it after
+    fusion). Views are no records. What backward reads of forward lives until its last use there; results live on.
     """
     size: dict[str, int] = {}  # of every storage, by the node that makes it
     roots: dict[Any, list[str]] = {}  # the storages of a node's result, one for each part of a tuple
@@ -136,11 +135,8 @@ def records(parts: Any, price: Price) -> tuple[list[Record], int]:
                     roots[n] = roots[read[0]]
                     read += read[0].all_input_nodes
                 else:
-                    vals = n.meta.get("val")
-                    new = [f"{name}.{i}" for i in range(len(vals) if isinstance(vals, (list, tuple)) else 1)]
-                    for key, v in zip(new, vals if isinstance(vals, (list, tuple)) else [vals], strict=True):
-                        size[key] = v.numel() * v.element_size() if hasattr(v, "element_size") else 0
-                    roots[n] = new
+                    size |= {f"{name}.{i}": b for i, b in enumerate(sizes(n))}
+                    roots[n] = new = [f"{name}.{i}" for i in range(len(part_bytes(n)))]
                 for key in [*new, *(k for a in read for k in roots[a])]:
                     if last.get(key) != -1:
                         last[key] = len(drafts)
@@ -163,62 +159,23 @@ def price_ops(
     op_seconds: Callable[[str], float],
     collective: Callable[[str, tuple[str, ...], float], tuple[str, float]],
 ) -> Price:
-    """Prices from those of whole ops: the last call that an op has in a half bears its time. prefix: of group names; width: ranks of axes;
+    """Rough prices from those of whole ops: the last call that bears an op's name in a half bears its time. `price.charges` tells an op's own calls
+    from the copies that bring its operands.
 
-    collective: (link, seconds) by kind, axes and bytes on the wire.
+    prefix: of group names; width: ranks of axes; collective: (link, seconds) by kind, axes and bytes on the wire.
     """
     bearer = set()
     for gm in (parts.forward, parts.backward):
         if gm is not None:
-            of_op = {n.meta["op"]: n for n in gm.graph.nodes if n.op == "call_function" and not _is_sent(n) and shares_storage(n) is None}
+            of_op = {
+                n.meta["op"]: n for n in gm.graph.nodes if n.op == "call_function" and not is_collective(n) and shares_storage(n) is None
+            }
             bearer |= set(of_op.values())
 
     def price(n: Any) -> tuple[str, float]:
-        if _is_sent(n):
+        if is_collective(n):
             kind, axes = collective_of(n, prefix)
             return collective(kind, axes, wire_bytes(n, width(axes)))
         return COMPUTE, op_seconds(n.meta["op"]) if n in bearer else 0.0
 
     return price
-
-
-def is_wait(n: Any) -> bool:
-    return n.op == "call_function" and _C10D + "wait_tensor" in str(n.target)
-
-
-def _is_sent(n: Any) -> bool:
-    return _C10D in str(n.target)
-
-
-def shares_storage(n: Any) -> Any:
-    """The operand whose storage the call's result is a part of; None where it makes its own."""
-    if n.op != "call_function":
-        return None
-    if getattr(n.target, "__name__", "") == "getitem" or any(v in str(n.target) for v in _UNDECLARED_VIEWS):
-        return n.args[0]
-    schema = getattr(n.target, "_schema", None)
-    if schema is None or not schema.returns or schema.returns[0].alias_info is None:
-        return None
-    for given, declared in zip(n.args, schema.arguments, strict=False):
-        if declared.alias_info is not None and hasattr(given, "all_input_nodes"):
-            return given
-    return None
-
-
-def nbytes(n: Any) -> int:
-    """Bytes of a node's result, all of a tuple's."""
-    val = n.meta.get("val")
-    return sum(v.numel() * v.element_size() for v in (val if isinstance(val, (list, tuple)) else [val]) if hasattr(v, "element_size"))
-
-
-def collective_of(n: Any, prefix: str) -> tuple[str, tuple[str, ...]]:
-    """(kind, axes) of a collective's node; a group is named by prefix, dot, axes joined by plus."""
-    name = str(n.target).split(_C10D)[1].split(".")[0]
-    group = next(a for a in reversed(n.args) if isinstance(a, str))
-    return _KINDS.get(name, name), tuple(group[len(prefix) + 1 :].split("+"))
-
-
-def wire_bytes(n: Any, width: int) -> float:
-    """Bytes a rank sends, ring algorithms: (W-1)/W of the whole for gather and scatter, twice that for all-reduce."""
-    whole = max(nbytes(n), nbytes(n.all_input_nodes[0]))
-    return whole * (width - 1) / width * (2 if "all_reduce" in str(n.target) else 1)

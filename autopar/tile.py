@@ -41,7 +41,7 @@ def tiled(capture_at: Callable[[Any], Graph], depth: Depth, period: Depth = 1) -
     def full(why: str) -> Folded:
         return replace(captured(depths), note=f"captured in full ({_plus(depths)} layers): {why}")
 
-    layers = {path: 2 * periods[path] + d % periods[path] for path, d in depths.items()}
+    layers = {path: _first(d, periods[path]) for path, d in depths.items()}
     small: Folded | None = None
     for _ in range(CAPTURES):
         if any(layers[path] >= d for path, d in depths.items()):
@@ -51,6 +51,16 @@ def tiled(capture_at: Callable[[Any], Graph], depth: Depth, period: Depth = 1) -
             return _deepened(small, large, layers, depths, periods) or full("its stacks do not grow with its depth")
         small, layers = large, {path: n + periods[path] for path, n in layers.items()}
     return full("captures of two depths are not alike")
+
+
+def _first(depth: int, period: int) -> int:
+    """How many layers are captured first."""
+    return 2 * period + depth % period
+
+
+def least_depth(depth: int, period: int) -> int:
+    """How many layers are captured at least: a stack of no more is not worth it."""
+    return _first(depth, period) + period
 
 
 def _plus(layers: Mapping[str, int]) -> str:

@@ -228,7 +228,7 @@ def main() -> int:
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--processes", type=int, default=4, help="an even number")
     parser.add_argument("--mesh", help="axes, such as dp=2,tp=2; by default one axis over all processes")
-    parser.add_argument("--layout", default="fsdp")
+    parser.add_argument("--layout", help="a hand layout, such as fsdp; default: planned")
     parser.add_argument("--backend", default="inductor", choices=["inductor", "aot_eager"])
     args = parser.parse_args()
     axes = parse_mesh(args.mesh, args.processes)

@@ -44,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--plain", action="store_true", help="ordinary PyTorch on one process")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--layout", default="fsdp")
+    parser.add_argument("--layout", help="a hand layout, such as fsdp; default: planned")
     parser.add_argument("--backend", default="aot_eager", help="inductor for speed; aot_eager starts at once")
     args = parser.parse_args()
 

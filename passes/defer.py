@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from torch import fx
 
 from autopar.capture import Role
-from autopar.passes.overlap import calls_between, is_behind, is_collective, mark, reorder, stretches
-from autopar.simulate import is_wait, nbytes
+from autopar.passes.nodes import is_collective, is_wait, nbytes
+from autopar.passes.overlap import calls_between, is_behind, mark, reorder, stretches
 
 
 def defer(gm: fx.GraphModule, inputs: Sequence[Role | None]) -> fx.GraphModule:

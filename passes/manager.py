@@ -18,11 +18,11 @@ from torch import fx
 from autopar import _torch
 from autopar.passes.deduplicate import deduplicate
 from autopar.passes.defer import defer
-from autopar.passes.overlap import inputs_of, is_collective
+from autopar.passes.nodes import is_collective, is_wait
+from autopar.passes.overlap import inputs_of
 from autopar.passes.partition import Parts
 from autopar.passes.prefetch import prefetch
 from autopar.passes.shard import Sharded
-from autopar.simulate import is_wait
 
 
 @dataclass(frozen=True)

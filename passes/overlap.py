@@ -26,9 +26,9 @@ from torch import fx
 
 from autopar import _torch
 from autopar.capture import Role
+from autopar.passes.nodes import is_collective, is_wait, shares_storage
 from autopar.passes.partition import Parts
 from autopar.passes.repeats import Cuts, call_hash, find_repeats
-from autopar.simulate import is_wait, shares_storage
 
 AHEAD, BEHIND = "ahead", "behind"
 _MARK = "overlap"
@@ -53,10 +53,6 @@ class Stretch:
     start: int
     end: int
     members: tuple[int, ...]
-
-
-def is_collective(n: fx.Node) -> bool:
-    return n.op == "call_function" and "_c10d_functional" in str(n.target) and not is_wait(n)
 
 
 # ---- which collectives -------------------------------------------------------------------------------------------
@@ -201,6 +197,12 @@ def overlapped(gm: fx.GraphModule) -> list[tuple[fx.Node, int]]:
 def blocking(gm: fx.GraphModule) -> int:
     """Collectives with nothing to compute between issue and wait."""
     return sum(window == 0 for _, window in overlapped(gm))
+
+
+def blocking_of(parts: Parts) -> tuple[int, int]:
+    """(collectives that block, all collectives) of a step's two halves."""
+    halves = [gm for gm in (parts.forward, parts.backward) if gm is not None]
+    return sum(map(blocking, halves)), sum(len(overlapped(gm)) for gm in halves)
 
 
 def computes(n: fx.Node) -> bool:

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from torch import fx
 
 from autopar.capture import Role
-from autopar.passes.overlap import calls_between, is_ahead, is_collective, mark, reorder, stretches
-from autopar.simulate import is_wait, nbytes
+from autopar.passes.nodes import is_collective, is_wait, nbytes
+from autopar.passes.overlap import calls_between, is_ahead, mark, reorder, stretches
 
 
 def prefetch(gm: fx.GraphModule, inputs: Sequence[Role | None]) -> fx.GraphModule:
@@ -40,11 +40,14 @@ def prefetch(gm: fx.GraphModule, inputs: Sequence[Role | None]) -> fx.GraphModul
     for rank, g in enumerate(gathers):
         at = index[rank] - 1 - stage[g]
         key = (where[at].start if at >= 0 else 0, -2, rank)
-        todo = [g]
+        todo = [(g, key)]
         while todo:
-            n = todo.pop()
-            moved[n] = min(moved.get(n, key), key)
-            todo += [a for a in n.all_input_nodes if a in stage]
+            n, k = todo.pop()
+            # A coordinate's index leads to a gather and is read by calls of the layer too.
+            k = min([k, *((position[u], -3, rank) for u in n.users if u in position and not is_wait(n))])
+            if n not in moved or k < moved[n]:
+                moved[n] = k
+                todo += [(a, k) for a in n.all_input_nodes if a in stage]
     for rank, g in enumerate(gathers):
         for w in (u for u in g.users if is_wait(u)):
             direct = min((position[u] for u in w.users if u in position), default=len(calls))

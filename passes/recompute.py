@@ -1,7 +1,7 @@
 """Which calls backward makes again, rather than read what forward saved of them.
 
 A plan names ops of the captured graph. Recomputed are the calls emitted for them in forward, with the redistribution of their operands, unless
-an earlier op already had the operand redistributed: then that version is read. `partition` makes a recomputed call right before backward first
+an earlier op already had the operand redistributed, or the plan keeps that version: then it is read. `partition` makes a recomputed call right before backward first
 needs it, with all it needs itself; so a recomputed layer appears where its backward begins, and what a recomputed op reads of ops that are
 not recomputed is saved. Random numbers come from counters, so a mask is the same both times. Bitwise.
 
@@ -15,8 +15,8 @@ from collections.abc import Iterable, Set
 from torch import fx
 
 from autopar.capture import Role
+from autopar.passes.nodes import nbytes, shares_storage
 from autopar.passes.shard import Sharded
-from autopar.simulate import nbytes, shares_storage
 
 
 def from_parameters(nodes: Iterable[fx.Node], role_of: dict[fx.Node, Role], *, gathers: bool = True) -> set[fx.Node]:
@@ -35,7 +35,7 @@ def made_again(nodes: Iterable[fx.Node], role_of: dict[fx.Node, Role], ops: Set[
     nodes = list(nodes)
     parameters = from_parameters(nodes, role_of)
     again = parameters if reshard_after_forward else from_parameters(nodes, role_of, gathers=False)
-    return again | {n for n in nodes if _is_forward(n) and n.meta.get("op") in ops and n not in parameters}
+    return again | {n for n in nodes if _is_forward(n) and n.meta.get("op") in ops and n not in parameters and "kept" not in n.meta}
 
 
 def recomputable(sharded: Sharded) -> frozenset[str]:

@@ -8,7 +8,7 @@ where their last contribution is computed, so that only one is whole at a time.
 
 Rank-neutral: coordinates and random counters are graph inputs, groups have names that are the same on every rank.
 Requires: plan for every op of the graph. Provides: local shapes, `meta["direction"]` and `meta["op"]` (the op it is emitted for) on every
-node. Bitwise per shard.
+node, `meta["kept"]` on those the plan keeps for backward. Bitwise per shard.
 """
 
 from __future__ import annotations
@@ -160,6 +160,12 @@ class _Sharder:
     def put(self, name: str, placement: Placement, node: fx.Node) -> None:
         self.versions[name] = {placement: node}
         self.primary[name] = placement
+        self.keep(name, placement, node)
+
+    def keep(self, name: str, placement: Placement, node: fx.Node) -> None:
+        """Marks the version that the plan keeps, so that backward does not make it again with an operator that is."""
+        if self.direction == "forward" and self.plan.kept.get(name) == placement:
+            node.meta["kept"] = True
 
     def get(self, name: str, want: Placement) -> fx.Node:
         """The version of `name` in placement `want`, made from the cheapest there is."""
@@ -178,6 +184,7 @@ class _Sharder:
         for step in redistribute(source, want, self.mesh):
             node = self.step(node, step, name)
             have[step.dst] = node
+            self.keep(name, step.dst, node)
             self.made_in.setdefault((name, step.dst), self.direction)
         return node
 

@@ -67,10 +67,11 @@ def evaluate(problem: Problem, decision: Decision) -> Price:
 
 
 def tidy(problem: Problem, decision: Decision) -> Decision:
-    """`decision` without arcs that nobody needs: where a link has time to spare, a spare arc costs the program nothing.
+    """`decision` without reruns and arcs that nobody needs: where there is time to spare, a spare one costs the program nothing.
 
-    An arc is dropped if all wanted nodes are reached without it; the dearest are tried first.
+    One is dropped if all wanted nodes are reached without it; the dearest are tried first.
     """
+    decision = _without_spare_reruns(problem, decision)
     arcs: dict[tuple[int, int], frozenset[int]] = {}
     for (v, direction), used in decision.arcs.items():
         value = problem.values[v]
@@ -84,6 +85,33 @@ def tidy(problem: Problem, decision: Decision) -> Decision:
         if used:
             arcs[v, direction] = used
     return Decision(decision.strategies, decision.kept, decision.rerun, arcs)
+
+
+def _without_spare_reruns(problem: Problem, decision: Decision) -> Decision:
+    x = decision.strategies
+
+    def seconds(r: int) -> float:
+        return sum(problem.reruns[r].times[x[problem.reruns[r].choice]].values())
+
+    dropped = True
+    while dropped:
+        dropped = False
+        for r in sorted(decision.rerun, key=lambda r: (-seconds(r), r)):
+            less = Decision(x, decision.kept, decision.rerun - {r}, decision.arcs)
+            if all(_is_met(problem, less, v) for v, _ in problem.reruns[r].makes):
+                decision, dropped = less, True
+    return decision
+
+
+def _is_met(problem: Problem, decision: Decision, v: int) -> bool:
+    flow = problem.values[v].backward
+    if flow is None:
+        return True
+    wanted = wanted_nodes(problem, decision, v, BACKWARD, flow)
+    if not wanted:
+        return True
+    arcs = decision.arcs.get((v, BACKWARD), frozenset())
+    return wanted <= reach(supplied_nodes(problem, decision, v, BACKWARD, flow), flow, arcs)
 
 
 def wanted_nodes(problem: Problem, decision: Decision, v: int, direction: int, flow: Flow) -> set[int]:
@@ -124,6 +152,8 @@ def _variables_on(problem: Problem, decision: Decision) -> Callable[[Key], bool]
         if key[0] == "e":
             assert len(key) == 4
             return key[3] in decision.arcs.get((key[1], key[2]), frozenset())
+        if key[0] == "z":
+            return all(i in decision.rerun for i in problem.pairs[key[1]])
         return key[1] in decision.rerun and decision.strategies[problem.reruns[key[1]].choice] == key[2]
 
     return on

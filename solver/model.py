@@ -6,6 +6,7 @@ Variables
     g[f,k,a]  arc a carries what consumer k of flow f reads                  in [0, 1]; only where consumers could disagree, see below
     y[v,n]    value v is kept at node n                                      a fate
     r[o,s]    operator o runs again, under strategy s                        a fate
+    z[k]      both operators of pair k run again                             in [0, 1]
     T[t]      seconds of stage t
 
 Constraints
@@ -17,6 +18,7 @@ Constraints
     (share)   e[f,a] >= g[f,k,a]                       with one consumer g is e itself
     (keep)    sum_n y[v,n] <= 1,  y[v,n] <= sum of x that make or read v at n in forward
     (rerun)   r[o,s] <= x[c(o),s]
+    (pair)    z[k] >= sum_s r[a,s] + sum_s r[b,s] - 1  for pair k = (a, b)
     (time)    T[t] >= sum over what runs of its time on account a of stage t
     (memory)  constant + sum of bytes x variable <= budget at every position
 Objective: the sum of T, and a hundred-thousandth of all traffic and all that runs again: where there is time to spare, the plan shall still
@@ -112,6 +114,10 @@ class Program:
                 self.charge(v, rerun.times[s])
                 self.cost[v] = TIE * 1e3 * sum(rerun.times[s].values())
                 self.constrain("rerun", -np.inf, 0.0, [(v, 1.0), (self.variable["x", rerun.choice, s], -1.0)])
+        for k, pair in enumerate(p.pairs):
+            self.variable["z", k, 0] = z = self.add(0.0, 1.0)
+            both = [(self.variable["r", i, s], -1.0) for i in pair for s in range(len(p.choices[p.reruns[i].choice].labels))]
+            self.constrain("pair", -1.0, np.inf, [(z, 1.0), *both])
         for i, value in enumerate(p.values):
             for n in value.fates:
                 allowed = o.kept is None or n in o.kept.get(i, frozenset())

@@ -96,7 +96,7 @@ class Rerun:
 
 
 # What a memory row adds up. Keys of the program's variables:
-#   ("x", choice, strategy)  ("y", value, node)  ("e", value, direction, arc)  ("r", rerun, strategy)
+#   ("x", choice, strategy)  ("y", value, node)  ("e", value, direction, arc)  ("r", rerun, strategy)  ("z", pair, 0): both of it run again
 Key = tuple[str, int, int] | tuple[str, int, int, int]
 
 
@@ -120,6 +120,7 @@ class Problem:
     budget_bytes: float = float("inf")
     constant_s: float = 0.0
     forbidden: frozenset[tuple[int, int]] = field(default_factory=frozenset)  # (choice, strategy)
+    pairs: tuple[tuple[int, int], ...] = ()  # reruns that hold more memory if both run
 
 
 FORWARD, BACKWARD = 0, 1

@@ -30,7 +30,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Solution:
-    """objective_s, bound_s: of one step. stopped_by: "gap" | "nodes" | "time" | "axes" (those of the mesh were merged). variables, rows: of step (a)'s program."""
+    """objective_s, bound_s: of one step. stopped_by: "gap" | "nodes" | "time" | "axes" (those of the mesh were merged) |
+    "cuts" (no more of them between layers of different fates). variables, rows: of step (a)'s program."""
 
     decision: Decision
     price: Price
@@ -51,11 +52,13 @@ class Solution:
 
 @dataclass(frozen=True)
 class Infeasible:
-    """The budget is short by `shortfall_bytes`; `position` is the row that would bind, `least_bytes` the smallest peak found (within 2%)."""
+    """The budget is short by `shortfall_bytes`; `position` is the row that would bind, `least_bytes` the smallest peak found (within 2%), with
+    `strategies`."""
 
     shortfall_bytes: float
     least_bytes: float
     position: str
+    strategies: tuple[int, ...] = ()
 
 
 class _Failed(Exception):
@@ -106,6 +109,41 @@ def solve(
         len(first.lower),
         len(first.row_lower),
     )
+
+
+@dataclass(frozen=True)
+class Look:
+    """An answer of a relaxed problem. price: its price in the problem itself, None where fates are shares of layers. The rest as in Solution."""
+
+    decision: Decision
+    price: Price | None
+    bound_s: float
+    stopped_by: str
+    variables: int
+    rows: int
+
+
+def look(
+    problem: Problem, within: Problem, limits: Limits | None = None, progress: Callable[[str, float], None] | None = None
+) -> Look | None:
+    """Step (a) for `problem`, which is `within` with fewer memory rows. None: even this does not fit."""
+    limits, start = limits or Limits(), time.perf_counter()
+    program = Program(problem, Options())
+    try:
+        values, bound, stopped = _run(program, limits, start, ())
+    except _Failed:
+        return None
+    if progress is not None:
+        progress("strategies", time.perf_counter() - start)
+    decision, whole = program.decision(values)
+    decision = tidy(within, decision) if whole else decision
+    bound_s = program.true_bound(bound) / 1e3 + problem.constant_s
+    return Look(decision, evaluate(within, decision) if whole else None, bound_s, stopped, len(program.lower), len(program.row_lower))
+
+
+def explain(problem: Problem, limits: Limits | None = None) -> Infeasible:
+    """By how much the budget is short, if all layers share their fates."""
+    return _explain(problem, limits or Limits(), time.perf_counter())
 
 
 def least(problem: Problem, limits: Limits | None = None) -> float:
@@ -170,4 +208,4 @@ def _explain(problem: Problem, limits: Limits, start: float) -> Infeasible:
     decision, _ = program.decision([values[v] for v in variables])
     rows = evaluate(problem, decision).row_bytes
     worst = max(range(len(rows)), key=rows.__getitem__)
-    return Infeasible(rows[worst] - problem.budget_bytes, rows[worst], problem.rows[worst].name)
+    return Infeasible(rows[worst] - problem.budget_bytes, rows[worst], problem.rows[worst].name, decision.strategies)

@@ -64,10 +64,14 @@ def with_sections(plan: Plan, timing: dict[str, Any] | None = None, **sections: 
 def full(plan: Plan) -> Plan:
     """With something in every section."""
     ops = list(plan.ops)
+    use = {"kind": "all_reduce", "axes": ["dp"], "wire_bytes": 64.0, "direction": "backward", "count": 3}
+    uses = {} if plan.collectives else {"collectives": [[ops[0], 0]], "collective_table": [use]}
     return with_sections(
-        plan,
+        dataclasses.replace(plan, modules={o: f"layers.{i // 2}.m" for i, o in enumerate(ops[:6])}),
         {"seconds": 12.25},
+        **uses,
         fingerprint="f" * 64,
+        order=ops[:3],
         cluster="h100:1x8",
         activations={"save": ops[:2], "recompute": ops[2:3], "offload:host": ops[3:4], "offload:nvme": ops[4:5]},
         recompute=ops[2:3],

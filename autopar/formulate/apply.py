@@ -50,25 +50,30 @@ def apply(
     at = {problem.values[v].name: _kept_at(problem, names, decision, v) for v in decision.kept}
     again = {names.reruns[i] for i in decision.rerun}
     outputs_of = {op.name: op.outputs for op in q.graph.ops}
+    stands = {small: op.name for op in reversed(graph.ops) for small in (shrunk.image[op.name],)}
+    # Operators of copies that were not captured but have a fate of their own are told under the shrunk graph's names.
+    more = [op for op in q.graph.ops if op.name not in stands]
+    order = tuple(stands.get(op.name, op.name) for op in q.graph.ops)
     kept: dict[str, Placement] = {}
     ops: dict[str, OpChoice] = {}
     repeated: dict[str, float] = {}
     rerun: set[str] = set()
-    for op in graph.ops:
-        small = shrunk.image[op.name]
+    for op in (*graph.ops, *more):
+        small = shrunk.image.get(op.name, op.name)
         rep = q.rep[small]
         ops[op.name] = by_class[rep]
         if rep in repeats:
             repeated[op.name] = repeats[rep]
-        if rep in again:
+        if (rep, q.segment[small]) in again:
             rerun.add(op.name)
         for t, u in zip(op.outputs, outputs_of[small], strict=True):
             if t is not None and u is not None and q.group[u.name] in at:
                 kept[t.name] = at[q.group[u.name]]
     return Plan(
         dict(mesh.parents), "planned", params, ops, batch_placements(graph.inputs, data, mesh), outputs, data,
-        {op.name: op.target for op in graph.ops}, _collectives(mesh, problem, names, decision), repeated, True, kept, frozenset(rerun),
-        fingerprint=folded.fingerprint(), order=tuple(op.name for op in shrunk.graph.ops),
+        {op.name: op.target for op in (*graph.ops, *more)}, _collectives(mesh, problem, names, decision), repeated, True, kept, frozenset(rerun),
+        fingerprint=folded.fingerprint(), order=order,
+        segments={name: n for name, n in shrunk.segments.items() if len(n) > 1},
     )  # fmt: skip
 
 

@@ -5,13 +5,14 @@
 - Products of one operand with weights of one shape (gate and up, key and value) are alike: the second follows the first.
 - A sum of gradients decides where a Partial is reduced; one that goes on with such a sum follows it; one of which no operand is
   ever Partial is a cheap op like others.
-- Views and casts of parameters follow who uses them.
+- Views and casts of parameters follow who uses them; so does what is made of constants alone (masks, tables of positions), if all who use
+  it want it alike: any part of it can be made anywhere.
 All else leads a cluster of its own, with every strategy its rule allows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +57,17 @@ def clusters(graph: Graph, rules: Mapping[str, Rule], mesh: Mesh) -> Clusters:
     return _Builder(graph, rules, mesh).run()
 
 
+def narrowed(c: Clusters, only: Sequence[int]) -> Clusters:
+    """`c` with strategy `only[i]` of cluster i alone."""
+    ones = [
+        Cluster(k.leader, 1, (k.labels[s],), {op: [chosen[s]] for op, chosen in k.members.items()})
+        for k, s in zip(c.clusters, only, strict=False)
+    ]
+    want = {op: [places[only[c.of[op]]]] for op, places in c.want.items()}
+    made = {op: [places[only[c.of[op]]]] for op, places in c.made.items()}
+    return Clusters(ones, c.of, want, made, c.chain, c.maker)
+
+
 class _Builder:
     def __init__(self, graph: Graph, rules: Mapping[str, Rule], mesh: Mesh) -> None:
         self.graph, self.rules, self.mesh = graph, rules, mesh
@@ -82,7 +94,8 @@ class _Builder:
                 first = op.inputs[0].name
                 self.chain[op.out.name] = (self.chain[first][0], (*self.chain[first][1], op))
                 waiting.append(op)
-        chained = {op.name for op in waiting}
+        free = self.made_of_constants()
+        chained = {op.name for op in waiting} | {op.name for op in free}
         for op in self.graph.ops:
             if op.name not in chained and op.direction == "forward" and self.is_carried(op):
                 self.lead(op)
@@ -98,10 +111,23 @@ class _Builder:
         for op in reversed(self.graph.ops):
             if op.name not in chained and self.rules[op.name].kind == "view":
                 self.move_to_reader(op)
+        for op in reversed(free):
+            self.follow_all_readers(op)
         for op in reversed(waiting):
             self.follow_reader(op)
         return Clusters(self.clusters, self.of, self.want, self.made, self.chain,
                         {t: (op.name, i) for t, (op, i) in self.maker.items()})  # fmt: skip
+
+    def made_of_constants(self) -> list[Op]:
+        known = {t.name for t in self.graph.buffers.values()}
+        found = []
+        for op in self.graph.ops:
+            rule = self.rules[op.name]
+            cheap = rule.kind in ("cheap", "view") and not rule.is_fallback and len(op.outputs) == 1 and op.outputs[0] is not None
+            if cheap and all(t.name in known for t in op.inputs) and op.out.name not in self.chain:
+                known.add(op.out.name)
+                found.append(op)
+        return found
 
     def is_carried(self, op: Op) -> bool:
         """Whether an operator further up reads what `op` makes: the next copy of a layer. It leads, so that they can follow it."""
@@ -460,6 +486,21 @@ class _Builder:
             i = next(i for i, t in enumerate(reader.inputs) if t.name == op.out.name)
             chosen = [self.pulled(op, w[i]) for w in self.want[reader.name]]
             if all(s is not None for s in chosen) and self.join(op, self.of[reader.name], [s for s in chosen if s is not None]):
+                return
+        self.lead(op)
+
+    def follow_all_readers(self, op: Op) -> None:
+        readers = [r for r in self.readers.get(op.out.name, ()) if r.name in self.of]
+        wants = {
+            (self.of[r.name], tuple(w[i] for w in self.want[r.name]))
+            for r in readers
+            for i, t in enumerate(r.inputs)
+            if t.name == op.out.name
+        }
+        if len(wants) == 1 and op.name not in self.given:
+            ((cluster, places),) = wants
+            chosen = [self.pulled(op, p) for p in places]
+            if all(s is not None for s in chosen) and self.join(op, cluster, [s for s in chosen if s is not None]):
                 return
         self.lead(op)
 

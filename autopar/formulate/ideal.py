@@ -24,14 +24,15 @@ def ideal(f: Formulator, problem: Problem, whole: Formulator) -> Problem:
     c0 = f.fixed
     choices = [Choice(c.name, ("ideal",), ({},)) for c in problem.choices]
     times: dict[int, float] = defaultdict(float)
-    again = {}
-    for op in whole.q.classes.ops:
-        if op.name in whole.cl.of:
-            again[op.name] = min(whole.seconds(op))
+    backward = f.account(1, "compute")
+    by_name = {op.name: op for op in whole.q.classes.ops}
+    again = {
+        (name, segment): min(t.get(backward, 0.0) for t in whole.times_of(by_name[name], 1, segment)) for name, segment in f.names.reruns
+    }
     for a, t in least.items():
         times[a] += t
-    for name, t in f.q.classes.params.items():
-        if name in f.setting.trainable:
+    for t in f.q.classes.params.values():
+        if t.name in f.trained:
             share = f.q.count(t.name) * f.cost.optimizer_s(t.numel / f.mesh.size)
             times[f.account(2, "compute")] += share
     choices[c0] = replace(choices[c0], times=(dict(times),))
@@ -39,10 +40,12 @@ def ideal(f: Formulator, problem: Problem, whole: Formulator) -> Problem:
         Value(v.name, ("",), _flow(v.forward), None if v.backward is None else _flow(v.backward), (0,) if v.fates else ())
         for v in problem.values
     ]
-    backward = f.account(1, "compute")
-    reruns = [Rerun(r.name, r.choice, ({backward: again[r.name]},), _ends(r.reads), _ends(r.makes)) for r in problem.reruns]
+    reruns = [
+        Rerun(r.name, r.choice, ({backward: again[which]},), _ends(r.reads), _ends(r.makes))
+        for which, r in zip(f.names.reruns, problem.reruns, strict=True)
+    ]
     relaxed = Problem(problem.stages, problem.accounts, tuple(choices), tuple(values), tuple(reruns), (), problem.budget_bytes)
-    return replace(relaxed, rows=rows(f, relaxed, ideal=True))
+    return rows(f, relaxed, ideal=True)
 
 
 def _least(whole: Formulator) -> dict[int, float]:

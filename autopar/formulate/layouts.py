@@ -16,8 +16,8 @@ another dim of the inputs, is followed through the graph from the inputs; what n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from autopar.errors import LayoutError
 from autopar.formulate.options import OpStrategy
@@ -29,7 +29,7 @@ from autopar.mesh import Mesh
 from autopar.rules.grammar import Rule
 from autopar.rules.strategy import letter_at, right_of
 from autopar.solver.problem import Problem
-from autopar.storage import batch_placements, batch_size
+from autopar.storage import batch_placements, batch_size, representable
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,40 @@ class Loops:
     others: tuple[Loop, ...] = ()
 
 
-def forbidden(layout: Layout, problem: Problem, names: Names, rules: Mapping[str, Rule], mesh: Mesh) -> frozenset[tuple[int, int]]:
-    """(choice, strategy) that are not `layout`, which is refined (`Layout.of`). rules: of every operator of the graph.
+def by_role(layout: Layout, mesh: Mesh) -> Mesh:
+    """`mesh` with one axis per role, whatever axes the user has: a layout on three axes, or on parts of one, is a small program.
 
-    Raises LayoutError when an operator, a parameter or the batch cannot be split as the layout asks.
+    layout: refined (`Layout.of`). Raises LayoutError when an axis has no role.
     """
-    roles = _Roles(layout, names, rules, mesh)
+    idle = [a.name for a in mesh.axes if a.size > 1 and a.name not in (*layout.data, *layout.tensor)]
+    if idle:
+        raise LayoutError(
+            f"layout {layout.name} leaves {', '.join(idle)} without a role",
+            where=f"mesh {_said(mesh)}",
+            fix="name every axis in data= or tensor=",
+        )
+
+    if layout.tensor and layout.shard and set(layout.data) - set(layout.shard):
+        raise LayoutError(
+            f"layout {layout.name} gives axes three roles: data, shard and tensor",
+            where=f"mesh {_said(mesh)}",
+            fix="shard parameters over all data axes or none where tensors are split too",
+        )
+
+    def role(axis: str) -> str:
+        return "tensor" if axis in layout.tensor else "shard" if axis in layout.shard else "data"
+
+    return Mesh(tuple(replace(a, parent=role(a.name)) for a in mesh.axes))
+
+
+def forbidden(
+    layout: Layout, problem: Problem, names: Names, rules: Mapping[str, Rule], mesh: Mesh, user: Mesh
+) -> frozenset[tuple[int, int]]:
+    """(choice, strategy) that are not `layout`. mesh: the program's (`by_role`); user: the one parameters are stored on; rules: of every operator.
+
+    Raises LayoutError when an operator or the batch cannot be split as the layout asks.
+    """
+    roles = _Roles(layout, names, rules, mesh, user)
     out: set[tuple[int, int]] = set()
     by_name = {op.name: op for op in names.quotient.classes.ops}
     for c, cluster in enumerate(names.clusters.clusters):
@@ -67,7 +95,7 @@ def forbidden(layout: Layout, problem: Problem, names: Names, rules: Mapping[str
         left = roles.of_operator(op, chosen)
         if not left:
             raise LayoutError(
-                f"layout {layout.name} cannot split {op.target} over {_said(mesh)}",
+                f"layout {layout.name} cannot split {op.target} over {_said(mesh)} devices",
                 where=f"operator {op.name}, reading {', '.join(str(t.shape) for t in op.inputs)}",
                 fix="give the axes other roles or sizes (heads, features and batch must divide), or let the program choose: layout=None",
             )
@@ -81,22 +109,15 @@ def forbidden(layout: Layout, problem: Problem, names: Names, rules: Mapping[str
 
 
 class _Roles:
-    def __init__(self, layout: Layout, names: Names, rules: Mapping[str, Rule], mesh: Mesh) -> None:
-        self.layout, self.names, self.rules, self.mesh = layout, names, rules, mesh
+    def __init__(self, layout: Layout, names: Names, rules: Mapping[str, Rule], mesh: Mesh, user: Mesh) -> None:
+        self.layout, self.names, self.rules, self.mesh, self.user = layout, names, rules, mesh, user
         self.graph = names.quotient.graph
         self.loops = input_loops(self.graph, rules)
         self.repeated = {
             names.quotient.rep[op] for stack in names.quotient.stacks for copy in (*stack.forward, *stack.backward) for op in copy
         }
-        idle = [a.name for a in mesh.axes if a.size > 1 and a.name not in (*layout.data, *layout.tensor)]
         batch = batch_size(self.graph.inputs)
         ways = mesh.sizes_product(layout.data)
-        if idle:
-            raise LayoutError(
-                f"layout {layout.name} leaves the axes {', '.join(idle)} without a role",
-                where=f"mesh {_said(mesh)}",
-                fix="name every axis in data= or tensor=",
-            )
         if batch is not None and batch % ways:
             raise LayoutError(
                 f"layout {layout.name} splits the batch {ways} ways, but it is {batch}",
@@ -112,35 +133,43 @@ class _Roles:
         loops = self.loops.get(op.name, Loops())
         if not (rule.is_heavy or rule.kind == "loss") or not (loops.batch or loops.others):
             return set(range(len(chosen)))
-        fits = {s for s, o in enumerate(chosen) if all(self.stands(op, loops, o, a) for a in (*self.layout.data, *self.layout.tensor))}
-        uneven = any(
-            f.size % self.mesh.sizes_product(self.layout.tensor) for x, f in rule.factors.items() if self.is_feature(op, loops, x, 0)
-        )
+        features = self.features(op, loops)
+        axes = (*self.layout.data, *self.layout.tensor)
+        fits = {s for s, o in enumerate(chosen) if all(self.stands(loops, features, o, a) for a in axes)}
+        uneven = any(loop.size % self.mesh.sizes_product(self.layout.tensor) for loop in features)
         if self.layout.tensor and op.name not in self.repeated and (uneven or not fits):
             fits |= {
                 s for s, o in enumerate(chosen)
-                if all(self.stands(op, loops, o, a) for a in self.layout.data)
+                if all(self.stands(loops, features, o, a) for a in self.layout.data)
                 and all(self.is_token(loops, o, a) for a in self.layout.tensor)
             }  # fmt: skip
         if not fits and rule.kind == "loss":
-            return {s for s, o in enumerate(chosen) if all(self.stands(op, loops, o, a) for a in self.layout.data)}
+            return {s for s, o in enumerate(chosen) if all(self.stands(loops, features, o, a) for a in self.layout.data)}
         return fits
 
-    def stands(self, op: Op, loops: Loops, chosen: OpStrategy, axis: str) -> bool:
+    def stands(self, loops: Loops, features: Sequence[Loop], chosen: OpStrategy, axis: str) -> bool:
         """Whether `axis` does what its role says."""
         at = dict(chosen.split).get(axis)
-        if at is None:
-            return axis in self.layout.data and not loops.batch
-        if axis in self.layout.data:
-            return not loops.batch or any(loop.holds(*at, self.mesh.axis_size(axis)) for loop in loops.batch)
-        return self.is_feature(op, loops, *at)
+        is_data = axis in self.layout.data
+        if is_data and not loops.batch:
+            return True
+        return at is not None and any(loop.holds(*at, self.mesh.axis_size(axis)) for loop in (loops.batch if is_data else features))
 
-    def is_feature(self, op: Op, loops: Loops, letter: str, stride: int) -> bool:
-        """Whether `letter` is a loop of the operator's parameter; if it has none, a loop that is not of the inputs."""
-        own = [i for i, t in enumerate(op.inputs) if t.name in self.names.clusters.chain]
+    def features(self, op: Op, loops: Loops) -> list[Loop]:
+        """What a tensor axis may split: the loops of the operator's parameter; if it has none, what is not of the inputs and not summed."""
+        rule = self.rules[op.name]
+        mine = [dims for t, dims in zip(op.inputs, rule.inputs, strict=True) if t.name in self.names.clusters.chain]
+        own = {x for dims in mine for group in dims for x in group}
         if own:
-            return any(letter in group for i in own for group in self.rules[op.name].inputs[i])
-        return all(letter != loop.letter for loop in (*loops.batch, *loops.others))
+            return [Loop(x, 1, rule.factors[x].size) for x in rule.factors if x in own]
+        found = []
+        for x, f in rule.factors.items():
+            if f.split and (f.reduce is None or rule.kind == "loss"):
+                of_inputs = [loop for loop in (*loops.batch, *loops.others) if loop.letter == x]
+                minor = min((loop.low for loop in of_inputs), default=f.size)  # (b heads): the heads
+                major = max((loop.low * loop.size for loop in of_inputs), default=f.size)
+                found += [Loop(x, low, size) for low, size in ((1, minor), (major, f.size // major)) if size > 1]
+        return found
 
     def is_token(self, loops: Loops, chosen: OpStrategy, axis: str) -> bool:
         at = dict(chosen.split).get(axis)
@@ -155,9 +184,10 @@ class _Roles:
         }  # fmt: skip
 
     def of_storage(self, options: list[Storage]) -> set[int]:
-        """Split over as many shard axes as any option is, over no data axis that does not shard."""
+        """Split over as many shard axes as any option is that a DTensor on the user's axes can be, over no data axis that does not shard."""
         free = set(self.layout.shard) | set(self.layout.tensor)
-        mine = {i: o.placement.where for i, o in enumerate(options) if free.issuperset(o.placement.where)}
+        plain = [representable(o.placement, self.user) == o.placement for o in options]
+        mine = {i: o.placement.where for i, o in enumerate(options) if plain[i] and free.issuperset(o.placement.where)}
         ways = {i: self.mesh.sizes_product(tuple(a for a in self.layout.shard if a in where)) for i, where in mine.items()}
         most = max(ways.values())
         return {i for i, n in ways.items() if n == most}

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,9 +28,11 @@ if TYPE_CHECKING:
 ADAMW_TEMPORARIES = 1.0  # foreach AdamW holds as many temporary elements as there are parameters (measured on torch 2.13)
 
 
-def rows(f: Formulator, problem: Problem, ideal: bool = False) -> tuple[Row, ...]:
-    """ideal: `problem` is the relaxed one of `autopar.formulate.ideal`, in which everything is split over all devices."""
-    return _Rows(f, problem, ideal).rows()
+def rows(f: Formulator, problem: Problem, ideal: bool = False) -> Problem:
+    """`problem` with its memory rows. ideal: it is the relaxed one of `autopar.formulate.ideal`, where everything is split over all devices."""
+    r = _Rows(f, problem, ideal)
+    found = r.rows()
+    return replace(problem, rows=found, pairs=r.pairs)
 
 
 class _Rows:
@@ -43,17 +47,20 @@ class _Rows:
         for i, rerun in enumerate(problem.reruns):
             for v, nodes in rerun.makes:
                 self.remade[v].append((i, nodes))
-        # Positions in the middle copy of every stack, forward and backward; by operator, the stack that it is in the middle of.
-        self.middle: dict[int, tuple[list[int], list[int]]] = {}
-        self.stack_of: dict[str, int] = {}
-        for s, stack in enumerate(f.q.stacks):
-            self.middle[s] = [self.position[n] for n in stack.forward[-2]], [self.position[n] for n in stack.backward[-2]]
-            for n in (*stack.forward[-2], *stack.backward[-2], *stack.leaves[-2]):
-                self.stack_of[n] = s
+        # Positions in copies that stand for several, forward and backward; by operator or leaf, the copy that it is in.
+        self.middle: list[tuple[list[int], list[int]]] = []
+        self.middle_of: dict[str, int] = {}
+        for stack in f.q.stacks:
+            for forward, backward, leaves in zip(stack.forward, stack.backward, stack.leaves, strict=True):
+                if forward and f.q.times[forward[0]] > 1:
+                    for n in (*forward, *backward, *leaves):
+                        self.middle_of[n] = len(self.middle)
+                    self.middle.append(([self.position[n] for n in forward], [self.position[n] for n in backward]))
         # Column i is position i; from `end` + 1 on, positions of backward in middle copies a second time, for the last of M to run.
-        self.again = {i: self.end + 1 + k for k, i in enumerate(i for s in self.middle for i in self.middle[s][1])}
+        self.again = {i: self.end + 1 + k for k, i in enumerate(i for _, backward in self.middle for i in backward)}
         self.width = self.end + 1 + len(self.again)
         self.index: dict[Key, int] = {}
+        self.pairs: tuple[tuple[int, int], ...] = ()
         self.spans: list[tuple[int, int, int, float]] = []  # variable, first, last position, bytes
         self.entries: list[tuple[int, np.ndarray, np.ndarray]] = []  # variable, positions, bytes: where copies hold some
 
@@ -75,7 +82,7 @@ class _Rows:
         step: dict[Key, float] = defaultdict(float)
         for name, t in f.graph.params.items():
             c, options = f.names.storage[f.q.group[t.name]]
-            times, trained, grad = f.q.tensor_times[t.name], name in s.trainable, f.graph.grads.get(name)
+            times, trained, grad = f.q.tensor_times[t.name], f.q.tensor_rep[t.name] in f.trained, f.graph.grads.get(name)
             shares = [t.numel / self.mesh.size] if self.ideal else [math.prod(o.placement.local_shape(self.mesh)) for o in options]
             for i, n in enumerate(shares):
                 static["x", c, i] += times * n * (s.master_bytes + (s.state_bytes if trained else 0.0))
@@ -85,6 +92,8 @@ class _Rows:
                         self.add(("x", c, i), n * s.master_bytes, self.position[grad.split(".")[0]], self.end - 1, t.name, grows=True)
         for v in range(len(self.problem.values)):
             self.value(v)
+        if f.only is not None:
+            self.chains()
         live = np.zeros((len(self.index), self.width))
         if self.spans:
             variable, first, last, size = (np.array(x) for x in zip(*self.spans, strict=True))
@@ -96,16 +105,21 @@ class _Rows:
                 live[:, j] = live[:, i]
         for variable, positions, nbytes in self.entries:
             live[variable, positions] += nbytes
-        rows: list[tuple[str, dict[Key, float]]] = []
+        inside: list[tuple[str, dict[Key, float]]] = []
+        outside: list[tuple[str, dict[Key, float]]] = []
+        layers = {n for stack in f.q.stacks for copies in (stack.forward, stack.backward) for names in copies for n in names}
         keys = list(self.index)
         for i, op in enumerate(f.graph.ops):
             if any(t is not None and t.name in self.written for t in op.outputs):
                 for at in (i, self.again[i]) if i in self.again else (i,):
                     mine = live[:, at]
                     terms = {keys[k]: float(mine[k]) for k in np.flatnonzero(mine)}
-                    rows.append((f"{op.direction} at {op.name}", _sum(static, terms)))
-        rows.append(("optimizer step", _sum(static, step)))
-        return tuple(Row(name, 0.0, tuple(sorted(terms.items()))) for name, terms in _undominated(rows))
+                    (inside if op.name in layers else outside).append((f"{op.direction} at {op.name}", _sum(static, terms)))
+        outside.append(("optimizer step", _sum(static, step)))
+        # Those outside of the layers make a program of their own (`autopar.staged.loose`): none is left out for one inside.
+        kept = _undominated(outside)
+        found = [*kept, *_undominated(inside, kept)]
+        return tuple(Row(name, 0.0, tuple(sorted(terms.items()))) for name, terms in found)
 
     def add(self, key: Key, nbytes: float, first: int, last: int, tensor: str = "", grows: bool = False) -> None:
         """Bytes of `tensor` from position `first` to `last`.
@@ -118,15 +132,15 @@ class _Rows:
         k = self.index.setdefault(key, len(self.index))
         last = min(last, self.end - 1)
         times = self.f.q.tensor_times[tensor] if tensor else 1
-        stack = self.stack_of.get(tensor.split(".")[0], self.stack_of.get(tensor)) if tensor else None
-        if times == 1 or stack is None:
+        middle = self.middle_of.get(tensor.split(".")[0], self.middle_of.get(tensor)) if tensor else None
+        if times == 1 or middle is None:
             self.spans.append((k, first, last, nbytes))
             return
         own = np.zeros(self.width)
         own[first : last + 1] = 1.0
         for i, j in self.again.items():
             own[j] = own[i]
-        forward, backward = self.middle[stack]
+        forward, backward = self.middle[middle]
         inside = np.zeros(self.width, bool)
         inside[forward] = inside[backward] = True
         inside[[self.again[i] for i in backward]] = True
@@ -152,9 +166,10 @@ class _Rows:
             for end in flow.supplies if (flow := (value.forward, value.backward)[direction]) else ():
                 for s, n in enumerate(end.nodes):
                     self.add(("x", end.choice, s), size[n], made, last)
-            for n in value.fates:
-                # While the value is alive in forward its own term counts it.
-                self.add(("y", v, n), size[n], max(users[0], default=made) + 1, max(users[1], default=self.turn), tensor)
+        for n in value.fates:
+            # While the value is alive in forward its own term counts it; what fusion would not write is written to be kept.
+            first = max(users[0], default=made) + 1 if tensor in self.written else made
+            self.add(("y", v, n), size[n], first, max(users[1], default=self.turn), tensor)
         for direction, flow in ((0, value.forward), (1, value.backward)):
             if flow is None or not users[direction]:
                 continue
@@ -165,6 +180,51 @@ class _Rows:
             for i, nodes in self.remade[v]:
                 for s, n in enumerate(nodes):
                     self.add(("r", i, s), size[n], min(users[1]), max(users[1]))
+
+    def chains(self) -> None:
+        """What is made again for something that is made again lives from when that one is needed: earlier than where backward itself reads it.
+
+        It is needed at the earliest where backward first needs something that follows from it in its layer.
+        """
+        f, ops = self.f, {op.name: op for op in self.f.graph.ops}
+        which = {key: i for i, key in enumerate(f.names.reruns)}
+        earliest: dict[str, int] = {}
+        for op in reversed(f.graph.ops):
+            if op.direction == "forward":
+                at = [p for t in op.outputs if t is not None for p in self.users(t.name, "backward")]
+                later = [r for t in op.outputs if t is not None for r in f.readers.get(t.name, ()) if r.direction == "forward"]
+                at += [earliest[r.name] for r in later if r.name in earliest and f.copy_of.get(r.name) == f.copy_of.get(op.name)]
+                if at:
+                    earliest[op.name] = min(at)
+        pairs: dict[tuple[int, int], int] = {}
+        for op in f.graph.ops:
+            mine = which.get((f.q.rep[op.name], f.q.segment[op.name]))
+            if op.direction != "forward" or mine is None:
+                continue
+            for t in (t for t in op.outputs if t is not None and t.name in self.written):
+                wire = f.wires[f.q.group[t.name]]
+                (place,) = {n for end in wire.supplies[0] for n in end.nodes} if len(wire.supplies[0]) == 1 else (None,)
+                direct = min(self.users(t.name, "backward"), default=None)
+                for reader in (ops[name] for name in self.readers_through_views(t.name)):
+                    theirs = which.get((f.q.rep[reader.name], f.q.segment[reader.name]))
+                    first = earliest.get(reader.name)
+                    if place is None or theirs is None or first is None or theirs == mine or (direct is not None and direct <= first):
+                        continue
+                    p = list(wire.nodes)[place]
+                    nbytes = wire.nbytes * math.prod(p.local_shape(self.mesh)) / max(1, math.prod(p.shape))
+                    k = pairs.setdefault((mine, theirs), len(pairs))
+                    self.add(("z", k, 0), nbytes, first, first if direct is None else direct - 1)
+        self.pairs = tuple(pairs)
+
+    def readers_through_views(self, name: str) -> list[str]:
+        out: list[str] = []
+        for op in self.f.readers.get(name, ()):
+            if op.direction == "forward":
+                if self.f.rules[op.name].kind == "view" and op.outputs[0] is not None:
+                    out += self.readers_through_views(op.outputs[0].name)
+                else:
+                    out.append(op.name)
+        return out
 
     def users(self, name: str, direction: str) -> list[int]:
         """Positions of the ops of `direction` that read `name`, through views."""
@@ -188,11 +248,13 @@ def _sum(a: dict[Key, float], b: dict[Key, float]) -> dict[Key, float]:
     return out
 
 
-def _undominated(rows: list[tuple[str, dict[Key, float]]]) -> list[tuple[str, dict[Key, float]]]:
-    """Rows that no other row covers term by term."""
+def _undominated(
+    rows: list[tuple[str, dict[Key, float]]], given: Sequence[tuple[str, dict[Key, float]]] = ()
+) -> list[tuple[str, dict[Key, float]]]:
+    """Rows that no other row, nor any of `given`, covers term by term."""
     rows = sorted(rows, key=lambda r: -len(r[1]))
     kept: list[tuple[str, dict[Key, float]]] = []
     for name, terms in rows:
-        if not any(all(big.get(k, 0.0) >= x for k, x in terms.items()) for _, big in kept):
+        if not any(all(big.get(k, 0.0) >= x for k, x in terms.items()) for _, big in (*given, *kept)):
             kept.append((name, terms))
     return kept

@@ -16,7 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.cost import Cost
-from autopar.formulate.clusters import Clusters, clusters
+from autopar.cost.inside import inside
+from autopar.cost.memory import is_view
+from autopar.formulate.clusters import Clusters, clusters, narrowed
 from autopar.formulate.memory import rows
 from autopar.formulate.options import OpStrategy
 from autopar.formulate.quotient import Quotient
@@ -27,7 +29,7 @@ from autopar.placement import Placement
 from autopar.redistribution import Step, redistribute
 from autopar.rules.grammar import Rule
 from autopar.rules.strategy import letter_at, right_of
-from autopar.solver.problem import Account, Arc, Choice, End, Flow, Problem, Rerun, Row, Value
+from autopar.solver.problem import Account, Arc, Choice, End, Flow, Problem, Rerun, Value
 from autopar.storage import batch_placements
 
 RESOURCES = ("compute", "intra", "inter")
@@ -60,7 +62,7 @@ class Names:
     input_options: list[tuple[str, ...]] = field(default_factory=list)  # data axes per option
     value_of: dict[str, int] = field(default_factory=dict)  # value -> its index
     nodes: list[list[Placement]] = field(default_factory=list)  # per value
-    reruns: list[str] = field(default_factory=list)
+    reruns: list[tuple[str, int]] = field(default_factory=list)  # class, segment
     steps: dict[tuple[str, int, int], tuple[list[Step], float]] = field(default_factory=dict)  # (value, direction, arc) -> steps, itemsize
     merged: frozenset[str] = frozenset()  # values whose nodes stand for sizes
 
@@ -89,10 +91,16 @@ class _Wire:
 
 
 class Formulator:
-    def __init__(self, q: Quotient, rules: Mapping[str, Rule], mesh: Mesh, cost: Cost, setting: Setting) -> None:
-        self.q, self.graph, self.rules, self.mesh, self.cost, self.setting = q, q.graph, rules, mesh, cost, setting
+    """only: of every choice the one strategy that is left (fates are then all that is decided)."""
+
+    def __init__(
+        self, q: Quotient, rules: Mapping[str, Rule], mesh: Mesh, cost: Cost, setting: Setting, only: Sequence[int] | None = None
+    ) -> None:
+        self.q, self.graph, self.rules, self.mesh, self.cost, self.setting, self.only = q, q.graph, rules, mesh, cost, setting, only
         graph = q.graph
         self.cl = clusters(q.classes, rules, mesh)
+        if only is not None:
+            self.cl = narrowed(self.cl, only)
         self.accounts = [Account(s, r) for s in range(len(STAGES)) for r in RESOURCES]
         self.wires: dict[str, _Wire] = {}
         self.choices: list[tuple[str, tuple[str, ...], list[dict[int, float]]]] = []
@@ -107,6 +115,8 @@ class Formulator:
         for op in graph.ops:
             for t in dict.fromkeys(op.inputs):
                 self.readers[t.name].append(op)
+        self.trained = {q.tensor_rep[t.name] for n, t in graph.params.items() if n in setting.trainable}
+        self.copy_of = {n: (s, k) for s, stack in enumerate(q.stacks) for k, names in enumerate(stack.forward) for n in names}
         self.copies: dict[str, list[Op]] = defaultdict(list)  # class -> its operators
         for op in graph.ops:
             self.copies[q.rep[op.name]].append(op)
@@ -124,18 +134,19 @@ class Formulator:
         for t in (*g.buffers.values(), *g.tangents, *self.constants()):
             self.supply(t, self.fixed, [Placement.of(t.shape)], both=True)
         self.storage_choices()
-        reruns: list[tuple[Op, tuple[dict[int, float], ...]]] = []
+        reruns: list[tuple[Op, int, tuple[dict[int, float], ...]]] = []
         for op in self.q.classes.ops:
             for copy in self.copies[op.name]:
                 self.op(copy)
             if op.direction == "forward" and not self.is_chained(op):
-                reruns.append((op, tuple({self.account(1, "compute"): s} if s else {} for s in self.seconds(op))))
+                for segment in sorted({self.q.segment[copy.name] for copy in self.copies[op.name]}):
+                    reruns.append((op, segment, tuple(self.times_of(op, 1, segment))))
         for name in dict.fromkeys([*g.outputs, *g.buffer_updates.values()]):
             if name:
                 wire = self.wires[self.q.group[name]]
                 wire.demands[0][End(self.fixed, (wire.node(Placement.of(g.tensors[name].shape)),))] = None
         self.names.value_of = {n: i for i, n in enumerate(self.wires)}
-        made_again = [self.rerun(op, times) for op, times in reruns]
+        made_again = [self.rerun(op, segment, times) for op, segment, times in reruns]
         values = [self.value(w) for w in self.wires.values()]
         names = list(self.wires)
         made_again = [self.remapped(r, names) for r in made_again]
@@ -143,7 +154,7 @@ class Formulator:
         self.names.nodes = [list(w.nodes) for w in self.wires.values()]
         choices = tuple(Choice(n, labels, tuple(times)) for n, labels, times in self.choices)
         problem = Problem(STAGES, tuple(self.accounts), choices, tuple(values), tuple(made_again), (), self.setting.budget_bytes)
-        return _with_rows(problem, rows(self, problem)), self.names
+        return rows(self, problem), self.names
 
     def choice(self, name: str, labels: Sequence[str], times: list[dict[int, float]]) -> int:
         self.choices.append((name, tuple(labels), times))
@@ -162,24 +173,46 @@ class Formulator:
             times: list[dict[int, float]] = [defaultdict(float) for _ in range(c.size)]
             for name in c.members:
                 op = by_name[name]
-                seconds = self.seconds(op)
-                a = self.account(op.direction == "backward", "compute")
-                for s in range(c.size):
-                    if seconds[s]:
-                        times[s][a] += seconds[s]
+                stages = [int(op.direction == "backward")]
+                if op.direction == "forward" and self.is_chained(op) and self.is_read_in_backward(op.out.name):
+                    stages.append(1)  # what follows from a parameter is made again
+                for stage in stages:
+                    for s, spent in enumerate(self.times_of(op, stage)):
+                        for a, t in spent.items():
+                            times[s][a] += t
             self.choice(c.leader, c.labels, [dict(t) for t in times])
 
-    def seconds(self, op: Op) -> list[float]:
-        """Per strategy of its cluster, the time of all operators of a class."""
+    def is_read_in_backward(self, rep: str) -> bool:
+        """Whether an operator of backward reads a tensor of this class, also through what is made of it."""
+        for op in self.q.classes.ops:
+            if any(t.name == rep for t in op.inputs):
+                if op.direction == "backward":
+                    return True
+                if self.is_chained(op) and self.is_read_in_backward(op.out.name):
+                    return True
+        return False
+
+    def times_of(self, op: Op, stage: int, segment: int | None = None) -> list[dict[int, float]]:
+        """Per strategy of its cluster, what all operators of a class (those of one segment) take of the accounts of `stage`.
+
+        Collectives inside them block."""
         chosen = self.cl.clusters[self.cl.of[op.name]].members[op.name]
-        known: dict[OpStrategy, float] = {}
+        known: dict[OpStrategy, dict[int, float]] = {}
         for s, strategy in enumerate(chosen):
-            if strategy not in known:
-                want, made = self.cl.want[op.name][s], self.cl.made[op.name][s]
-                known[strategy] = sum(
-                    self.q.times[copy.name] * self.cost.op(copy, self.rules[copy.name], dict(strategy.split), want, made).seconds
-                    for copy in self.copies[op.name]
-                )
+            if strategy in known:
+                continue
+            want, made = self.cl.want[op.name][s], self.cl.made[op.name][s]
+            spent: dict[int, float] = defaultdict(float)
+            for copy in self.copies[op.name]:
+                if segment is not None and self.q.segment[copy.name] != segment:
+                    continue
+                n, rule, split = self.q.times[copy.name], self.rules[copy.name], dict(strategy.split)
+                spent[self.account(stage, "compute")] += n * self.cost.op(copy, rule, split, want, made).seconds
+                for kind, axes, sent in inside(copy, rule, split, want, self.mesh):
+                    c = self.cost.collective(kind, axes, sent)
+                    for resource in (c.link, "compute"):
+                        spent[self.account(stage, resource)] += n * c.seconds
+            known[strategy] = {a: t for a, t in spent.items() if t}
         return [known[s] for s in chosen]
 
     def inputs_choice(self) -> None:
@@ -188,6 +221,8 @@ class Formulator:
         for mask in reversed(range(2 ** len(parents))):
             data = tuple(c for i, p in enumerate(parents) if mask >> i & 1 for c in self.mesh.children(p) if self.mesh.axis_size(c) > 1)
             options.setdefault(batch_placements(self.graph.inputs, data, self.mesh), data)
+        if self.only is not None:
+            options = dict([list(options.items())[self.only[len(self.choices)]]])
         c = self.choice("inputs", [" ".join(d) or "R" for d in options.values()], [{} for _ in options])
         self.names.inputs, self.names.input_options = c, list(options.values())
         for i, t in enumerate(self.graph.inputs):
@@ -196,8 +231,10 @@ class Formulator:
     def storage_choices(self) -> None:
         for name, t in self.q.classes.params.items():
             options = storages(t, self.mesh)
+            if self.only is not None:
+                options = [options[self.only[len(self.choices)]]]
             a = self.account(2, "compute")
-            trained = name in self.setting.trainable
+            trained = t.name in self.trained
             times = []
             for o in options:
                 mine = math.prod(o.placement.local_shape(self.mesh))
@@ -241,7 +278,8 @@ class Formulator:
             places = [m[i] for m in self.cl.made[name]]
             wire = self.wire(t)
             wire.supplies[direction][End(c, tuple(wire.node(p) for p in places if p is not None))] = None
-            wire.fates = direction == 0
+            # A view is made again for nothing from what it is a view of; that is what is kept.
+            wire.fates = direction == 0 and not is_view(op, self.rules[op.name])
             for p in self.params_of_grad.get(t.name, ()):
                 choice, options = self.names.storage[self.q.group[self.graph.params[p].name]]
                 wire.overlaps = True
@@ -284,12 +322,29 @@ class Formulator:
 
     # ---- values --------------------------------------------------------------------------------------------------
 
-    def rerun(self, op: Op, times: tuple[dict[int, float], ...]) -> Rerun:
-        """All operators of a class run again, or none."""
+    def leaves_its_copy(self, op: Op, t: Tensor) -> bool:
+        """Whether forward reads `t`, made in a copy of a layer, outside of that copy."""
+        home = None if is_view(op, self.rules[op.name]) else self.copy_of.get(op.name)
+        todo, seen = [t.name], {t.name}
+        while todo and home is not None:
+            for r in self.readers.get(todo.pop(), ()):
+                if r.direction == "forward":
+                    if self.copy_of.get(r.name) != home:
+                        return True
+                    if self.rules[r.name].kind == "view" and r.outputs[0] is not None and r.outputs[0].name not in seen:
+                        seen.add(r.outputs[0].name)
+                        todo.append(r.outputs[0].name)
+        return False
+
+    def rerun(self, op: Op, segment: int, times: tuple[dict[int, float], ...]) -> Rerun:
+        """All operators of a class and segment run again, or none. What a layer hands on is kept or not needed: made again, it would take
+        the layers before it with it, all of whose results would then live at once."""
         c = self.cl.of[op.name]
         reads: dict[tuple[int, tuple[int, ...]], None] = {}
         makes: dict[tuple[int, tuple[int, ...]], None] = {}
         for copy in self.copies[op.name]:
+            if self.q.segment[copy.name] != segment:
+                continue
             for i, t in enumerate(copy.inputs):
                 if self.cl.chain.get(self.q.tensor_rep[t.name], ("", ()))[1]:
                     continue  # parameters are at hand in backward; the chain is made again with its reader
@@ -299,11 +354,11 @@ class Formulator:
                     wire.reads.append((len(self.names.reruns), nodes))
                     reads[self.names.value_of[wire.name], nodes] = None
             for i, t in enumerate(copy.outputs):
-                if t is not None:
+                if t is not None and not self.leaves_its_copy(copy, t):
                     wire = self.wire(t)
                     made = tuple(wire.node(m[i]) for m in self.cl.made[op.name])  # type: ignore[arg-type]
                     makes[self.names.value_of[wire.name], made] = None
-        self.names.reruns.append(op.name)
+        self.names.reruns.append((op.name, segment))
         return Rerun(op.name, c, times, tuple(reads), tuple(makes))
 
     def value(self, w: _Wire) -> Value:
@@ -326,7 +381,7 @@ class Formulator:
     def merge(self, w: _Wire) -> None:
         """A value that one cluster makes and reads in one placement moves nowhere: only its size matters, so nodes of one size become one."""
         ends = [e for d in (0, 1) for e in (*w.supplies[d], *w.demands[d])]
-        maps = {(e.choice, e.nodes) for e in ends} | {(self.cl.of[self.names.reruns[i]], nodes) for i, nodes in w.reads}
+        maps = {(e.choice, e.nodes) for e in ends} | {(self.cl.of[self.names.reruns[i][0]], nodes) for i, nodes in w.reads}
         if len(maps) != 1 or any(p.partial for p in w.nodes):
             return
         places = list(w.nodes)
@@ -399,7 +454,3 @@ class Formulator:
             if not w.overlaps:
                 out[self.account(stage, "compute")] += w.count * c.seconds
         return dict(out)
-
-
-def _with_rows(p: Problem, rows: tuple[Row, ...]) -> Problem:
-    return Problem(p.stages, p.accounts, p.choices, p.values, p.reruns, rows, p.budget_bytes, p.constant_s, p.forbidden)

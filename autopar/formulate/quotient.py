@@ -22,7 +22,8 @@ class Quotient:
     the layer before it, an operator reads what is made further on.
 
     rep, tensor_rep: the class of everything in `graph`. group: tensor -> the value it belongs to (the name of one of its tensors);
-    members: value -> its tensors. times, tensor_times: how many of the program each in `graph` stands for.
+    members: value -> its tensors. times, tensor_times: how many of the program each in `graph` stands for. segment: operators of a class that
+    share a fate (`solver.shrink`).
     """
 
     graph: Graph
@@ -34,6 +35,7 @@ class Quotient:
     times: Mapping[str, int]
     tensor_times: Mapping[str, int]
     stacks: tuple[Stack, ...]
+    segment: Mapping[str, int]
 
     def count(self, value: str) -> int:
         """How many tensors of the program a value is."""
@@ -63,7 +65,7 @@ def quotient(s: Shrunk) -> Quotient:
         tensors={n: t for n, t in graph.tensors.items() if f.tensor_rep[n] == n},
     )
     group, members = _groups(s)
-    return Quotient(graph, classes, f.rep, f.tensor_rep, group, members, s.times, s.tensor_times, f.stacks)
+    return Quotient(graph, classes, f.rep, f.tensor_rep, group, members, s.times, s.tensor_times, f.stacks, s.segment)
 
 
 def _groups(s: Shrunk) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
@@ -79,12 +81,15 @@ def _groups(s: Shrunk) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
     for n, u in graph.buffer_updates.items():
         read[u].add((f"update of {n}", 0))
     params = {t.name for t in graph.params.values()}
-    found: dict[tuple[str, frozenset[tuple[str, int]]], list[str]] = defaultdict(list)
+    found: dict[tuple[str, frozenset[tuple[str, int]], int], list[str]] = defaultdict(list)
     for name in graph.tensors:
         rep = f.tensor_rep[name]
-        found[rep, frozenset() if rep in params else frozenset(read[name])].append(name)
+        key = (
+            (rep, frozenset[tuple[str, int]](), 0) if rep in params else (rep, frozenset(read[name]), s.segment.get(name.split(".")[0], 0))
+        )
+        found[key].append(name)
     group, members = {}, {}
-    for (rep, _), names in found.items():
+    for (rep, _, _), names in found.items():
         value = rep if rep in names else names[0]
         members[value] = tuple(names)
         group |= dict.fromkeys(names, value)

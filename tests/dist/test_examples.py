@@ -41,8 +41,10 @@ def steps(printed: str) -> list[list[float]]:
 @pytest.mark.parametrize(
     ("script", "options"),
     [
+        ("train_plain.py", []),
         ("train_plain.py", ["--layout", "fsdp"]),
         ("train_plain.py", ["--layout", "tp"]),
+        ("train_local_inputs.py", []),
         ("train_local_inputs.py", ["--layout", "fsdp"]),
         ("train_hf_trainer.py", ["--layout", "fsdp"]),
         ("train_lora.py", ["--layout", "fsdp"]),
@@ -63,7 +65,7 @@ def test_demo(tmp_path: Path) -> None:
     done = python(str(ROOT / "examples" / "demo.py"), *TINY_DEMO, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "one curve" in done.stdout and "MORE THAN ROUNDING" not in done.stdout
-    assert "plan: layout fsdp on mesh dp=4" in done.stdout
+    assert "plan: layout planned on mesh dp=4" in done.stdout and "predicted on cpu:1x4" in done.stdout
 
 
 def test_demo_fails_when_the_curves_differ(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Llama, GPT-2 (dropout on) and T5 on four gloo processes with Inductor: 20 AdamW steps equal one-device eager; one rank compiles.
 
-    python -m tests.dist.test_models --model llama --mesh 2,2 --layout fsdp+tp --backend inductor --steps 20
+python -m tests.dist.test_models --model llama --mesh 2,2 --layout fsdp+tp --backend inductor --steps 20
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from tests.dist.launch import run
 from tests.models import ZOO
 
 
-def train(name: str, sizes: tuple[int, ...], layout: str, backend: str, steps: int, batch: int = 8, seq: int = 16, layers: int = 3) -> dict[str, Any]:
+def train(
+    name: str, sizes: tuple[int, ...], layout: str, backend: str, steps: int, batch: int = 8, seq: int = 16, layers: int = 3
+) -> dict[str, Any]:
     """Losses of both, the largest relative error of a first-step gradient, cache counts."""
     torch.manual_seed(3)
     zoo = ZOO[name]
@@ -48,12 +50,18 @@ def train(name: str, sizes: tuple[int, ...], layout: str, backend: str, steps: i
         for o in (ours, theirs):
             o.step()
             o.zero_grad()
-    return {"losses": losses, "wants": wants, "worst": max(errors.items(), key=lambda e: e[1]), "stats": model.stats, "plan": str(model.plan), "fallbacks": model.plan.fallbacks, "rank": dist.get_rank()}
+    return {
+        "losses": losses,
+        "wants": wants,
+        "worst": max(errors.items(), key=lambda e: e[1]),
+        "stats": model.stats,
+        "plan": str(model.plan),
+        "fallbacks": model.plan.fallbacks,
+        "rank": dist.get_rank(),
+    }
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes", "layout"), [("llama", (2, 2), "fsdp+tp"), ("gpt2", (4,), "fsdp"), ("t5", (4,), "tp")]
-)
+@pytest.mark.parametrize(("name", "sizes", "layout"), [("llama", (2, 2), "fsdp+tp"), ("gpt2", (4,), "fsdp"), ("t5", (4,), "tp")])
 def test_four_processes_with_inductor(name: str, sizes: tuple[int, ...], layout: str) -> None:
     results = run(train, 4, name, sizes, layout, "inductor", 20, timeout=900)
     for r in results:

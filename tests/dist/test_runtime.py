@@ -34,7 +34,7 @@ def _model(name: str = "llama") -> nn.Module:
 
 
 def _compiled(mesh: Any, model: nn.Module | None = None, **kw: Any) -> autopar.ParallelModule:
-    return autopar.compile(model or _model(), mesh, **{"backend": "aot_eager", **kw})
+    return autopar.compile(model or _model(), mesh, **{"backend": "aot_eager", "layout": "fsdp", **kw})
 
 
 def _part(batch: dict[str, torch.Tensor], i: int, n: int) -> dict[str, torch.Tensor]:
@@ -308,5 +308,3 @@ def _errors() -> None:
 
 def test_bad_input_gets_a_clear_error() -> None:
     run(_errors, 2)
-
-

@@ -36,29 +36,29 @@ def cluster(devices: int) -> Cluster:
 
 
 @functools.cache
-def captured(name: str) -> tuple[Prepared, dict[str, torch.Tensor]]:
+def captured(name: str, layers: int = 2) -> tuple[Prepared, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     zoo = ZOO[name]
-    model = zoo.build(2).train()
+    model = zoo.build(layers).train()
     inputs = zoo.inputs(8, 32)
     return prepare(model, inputs, zoo.compile.get("loss_fn")), inputs
 
 
 @functools.cache
-def _planned(name: str, mesh: tuple[tuple[str, int], ...], budget_bytes: float) -> Planned:
-    p, _ = captured(name)
+def _planned(name: str, mesh: tuple[tuple[str, int], ...], budget_bytes: float, layers: int) -> Planned:
+    p, _ = captured(name, layers)
     trainable = frozenset(n for n, q in p.model.named_parameters() if q.requires_grad)
     devices = math.prod(n for _, n in mesh)
     return plan_graph(p.graph, dict(mesh), cluster(devices), Setting(trainable, budget_bytes=budget_bytes), LIMITS)
 
 
-def planned(name: str, mesh: dict[str, int], budget_bytes: float = float("inf")) -> Planned:
-    return _planned(name, tuple(mesh.items()), budget_bytes)
+def planned(name: str, mesh: dict[str, int], budget_bytes: float = float("inf"), layers: int = 2) -> Planned:
+    return _planned(name, tuple(mesh.items()), budget_bytes, layers)
 
 
-def check(name: str, mesh: dict[str, int], found: Planned) -> None:
+def check(name: str, mesh: dict[str, int], found: Planned, layers: int = 2) -> None:
     """Loss and every gradient of the executed plan, by the bound of the float32 matrix."""
-    p, inputs = captured(name)
+    p, inputs = captured(name, layers)
     model = p.model
     params = dict(model.named_parameters(remove_duplicate=False))
     with fake_world(math.prod(mesh.values())):
@@ -123,6 +123,27 @@ def test_little_memory(name: str) -> None:
     assert max(tight.solution.price.row_bytes) <= least * 1.01
     assert max(free.solution.price.row_bytes) >= least
     check(name, mesh, tight)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_layers_with_different_fates(name: str) -> None:
+    """Between plenty and the least memory: some layers keep what others make again, and the numbers are those of one device."""
+    mesh, layers = {"dp": 4}, 8
+    free = planned(name, mesh, layers=layers)
+    most = max(free.solution.price.row_bytes)
+    with pytest.raises(InfeasibleError) as error:
+        planned(name, mesh, 1000.0, layers)
+    least = 1000.0 + error.value.shortfall_bytes
+    cut = []
+    for share in (0.2, 0.4, 0.6, 0.8):
+        found = planned(name, mesh, least + share * (most - least), layers)
+        assert max(found.solution.price.row_bytes) <= least + share * (most - least)
+        assert found.solution.gap <= 0.03, "the bound does not know the memory inside of a layer's backward"
+        cut += [found] if found.plan.segments else []
+    assert cut, "no budget where layers differ"
+    for found in cut[:2]:
+        assert all(sum(n) == layers for n in found.plan.segments.values())
+        check(name, mesh, found, layers)
 
 
 def main() -> None:

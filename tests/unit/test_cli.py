@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import types
@@ -13,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from autopar.cli import app
+from autopar.errors import AutoparError
 from autopar.infeasible import InfeasibleError
 from autopar.plan import Plan
 from autopar.plan_schema import load, loads, save
@@ -50,7 +52,11 @@ def planning(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
                 raise raises
             return a_plan()
 
-        monkeypatch.setitem(sys.modules, "autopar.offline", types.SimpleNamespace(plan=plan))
+        def explain(*args: Any, **kwargs: Any) -> str:
+            plan(*args, **kwargs)
+            return "because"
+
+        monkeypatch.setitem(sys.modules, "autopar.offline", types.SimpleNamespace(plan=plan, explain=explain))
         return calls
 
     return replace
@@ -114,6 +120,22 @@ def test_plan_defaults(planning: Callable[..., list[Any]]) -> None:
     assert calls[1][0][3] == {"dp": 4, "tp": 2}
 
 
+def test_explain(planning: Callable[..., list[Any]]) -> None:
+    calls = planning()
+    r = run("explain", PLAN[1], "mlp.gate_proj", "tp:out", *PLAN[2:], "--mesh", "4x2", "--layers", "2")
+    assert (r.exit_code, r.stdout) == (0, "because\n")
+    ((model, inputs, cluster, mesh), kwargs) = calls[0]
+    assert (
+        model.config.num_hidden_layers == 2
+        and (cluster, mesh) == ("h100:1x8", "4x2")
+        and inputs == {"input_ids": (16, 512), "labels": (16, 512)}
+    )
+    assert (kwargs["op"], kwargs["placement"], kwargs["precision"]) == ("mlp.gate_proj", "tp:out", "bf16")
+    planning(AutoparError("The program has no operator 'x'", where="OPERATOR", fix="did you mean y?"))
+    r = run("explain", PLAN[1], "x", "tp:out", *PLAN[2:])
+    assert r.exit_code == 2 and r.stderr.endswith("error: The program has no operator 'x'\n  where: OPERATOR\n  fix: did you mean y?\n")
+
+
 def test_infeasible_has_a_code_of_its_own(planning: Callable[..., list[Any]]) -> None:
     planning(InfeasibleError("memory in backward of layer 3", 1.5e9, "give 72 GB or more devices"))
     r = run(*PLAN)
@@ -164,6 +186,31 @@ def test_as_a_module() -> None:
     """In a process of its own: the exit code reaches the shell, and no traceback the terminal."""
     done = subprocess.run([sys.executable, "-m", "autopar", "show", "nothing.json"], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("error: The plan cannot be read")
+
+
+def test_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
+    """Also where Python does not see the signal: in an import, in torch's compiler, in the solver."""
+    slow = tmp_path / "slow.py"
+    slow.write_text(
+        "import ctypes, sys, time\n"
+        "from autopar import cli\n"
+        "def wait():\n"
+        "    print('begun', file=sys.stderr, flush=True)\n"
+        "    ctypes.CDLL(None).sleep(60)\n"  # outside of Python
+        "cli.app.command('wait')(wait)\n"
+        "sys.argv = ['autopar', 'wait']\n"
+        "cli.main()\n"
+    )
+    with subprocess.Popen([sys.executable, str(slow)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
+        assert p.stderr is not None and p.stderr.readline() == "begun\n"
+        p.send_signal(signal.SIGINT)
+        out, err = p.communicate(timeout=30)
+    assert (p.returncode, out, err) == (130, "", "interrupted\n")
+
+
+def test_looking_at_plans_needs_no_torch(file: str) -> None:
+    code = f"import sys, autopar.cli as c; c.app(['show', {file!r}], standalone_mode=False); assert 'torch' not in sys.modules and 'ortools' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 # ---- amounts of memory ---------------------------------------------------------------------------------------------

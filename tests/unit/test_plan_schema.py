@@ -66,22 +66,9 @@ def test_canonical_text_is_one_text() -> None:
 
 def test_every_field_is_in_the_schema() -> None:
     """A field that is added to a plan and forgotten in its file would be lost without a word."""
-    base = {
-        "mesh_axes",
-        "layout",
-        "params",
-        "ops",
-        "inputs",
-        "outputs",
-        "data_axes",
-        "targets",
-        "collectives",
-        "repeated",
-        "reshard_after_forward",
-        "kept",
-        "recompute",
-    }
-    assert {f.name for f in dataclasses.fields(Plan)} - set(plan_schema.SECTIONS) == base
+    tables = {n for n in plan_schema.PlanModel.model_fields if n.endswith("_table")}
+    named_otherwise = {"mesh_axes": "mesh", "targets": "ops", "modules": "ops"}
+    assert {named_otherwise.get(f.name, f.name) for f in dataclasses.fields(Plan)} == set(plan_schema.PlanModel.model_fields) - tables
     for ours, model in ((OpChoice, plan_schema.OpModel), (ParamChoice, plan_schema.ParamModel), (Placement, plan_schema.PlacementModel)):
         assert {f.name for f in dataclasses.fields(ours)} == set(model.model_fields)
     assert {f.name for f in dataclasses.fields(CollectiveUse)} == set(plan_schema.UseModel.model_fields) | {"tensor"}
@@ -131,6 +118,8 @@ def test_what_cannot_be_read_back_is_not_written() -> None:
         dataclasses.replace(plan, data_axes=("dp", "dp")),
         dataclasses.replace(plan, layout="a\x1b[2Jb"),
         dataclasses.replace(plan, mesh_axes={"dp": 1 << 30}),
+        dataclasses.replace(plan, order=(name, name)),
+        dataclasses.replace(plan, collectives=(CollectiveUse("all_reduce", ("dp",), 8.0, name, "forward", 0),)),
     ):
         with pytest.raises(PlanError):
             dumps(bad)
@@ -273,6 +262,11 @@ def set_at(path: str, value: Any) -> bytes:
         ("param_table.0.padded", [1], "other shapes"),
         ("repeated", [["nothing", 2.0]], "no op"),
         ("recompute", ["nothing"], "no op"),
+        ("order", ["nothing"], "no op"),
+        ("order", ["mm", "mm"], "twice"),
+        ("order", "mm", "order"),
+        ("collective_table.0.count", 0, "count"),
+        ("collective_table.0.count", 1.5, "count"),
         ("recompute", ["mm", "mm"], "twice"),
         ("kept", [["mm", 99]], "entry 99"),
         ("kept", [["mm", 0], ["mm", 0]], "twice"),

@@ -13,9 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autopar import _torch
 from autopar.capture import Role
 from autopar.passes.defer import defer
-from autopar.passes.overlap import Stretch, blocking, calls_between, is_collective, mark, overlapped, stretches
+from autopar.passes.nodes import is_collective, is_wait, nbytes
+from autopar.passes.overlap import Stretch, blocking, calls_between, mark, overlapped, stretches
 from autopar.passes.prefetch import prefetch
-from autopar.simulate import is_wait, nbytes
 
 c10d = torch.ops._c10d_functional
 PARAM, INPUT = Role("param", "w"), Role("input", "", 0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +10,10 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar import _torch
+from autopar.passes.nodes import part_bytes, wire_bytes
+from autopar.passes.overlap import blocking_of
 from autopar.passes.partition import Parts
-from autopar.simulate import COMPUTE, Record, Replay, price_ops, records, replay, wire_bytes
+from autopar.simulate import COMPUTE, Record, Replay, price_ops, records, replay
 
 c10d = torch.ops._c10d_functional
 
@@ -156,10 +156,27 @@ def test_an_all_reduce_sends_twice(width: int, share: float) -> None:
     assert wire_bytes(n, width) == share * 32
 
 
-def test_is_free_of_torch() -> None:
-    """The module's own text imports no torch (the package around it does)."""
-    code = "import sys, importlib.util as u; s = u.spec_from_file_location('simulate', sys.argv[1]); m = u.module_from_spec(s)"
-    code += "; sys.modules['simulate'] = m; s.loader.exec_module(m); assert 'torch' not in sys.modules"
-    from autopar import simulate
+def test_blocking_collectives_of_a_step() -> None:
+    """Of a gather with a call before its wait and a reduction without."""
 
-    subprocess.run([sys.executable, "-c", code, simulate.__file__], check=True)
+    def forward(x: torch.Tensor, w: torch.Tensor) -> Any:
+        sent = c10d.all_gather_into_tensor(w, 2, "g.dp")
+        y = torch.exp(x)
+        return y * c10d.wait_tensor(sent)
+
+    def backward(x: torch.Tensor) -> Any:
+        return c10d.wait_tensor(c10d.all_reduce(x * 2.0, "sum", "g.dp"))
+
+    ahead, after = _trace(forward, (8,), (4,)), _trace(backward, (8,))
+    assert blocking_of(Parts(ahead, (), (), (), after, (), ())) == (1, 2)
+    assert blocking_of(Parts(ahead, (), (), (), None, (), ())) == (0, 1)
+
+
+def test_sizes_may_be_others() -> None:
+    """What fused kernels never write counts nothing."""
+    p = _parts()
+    table, start = records(
+        p, lambda n: (COMPUTE, 1.0), lambda n: [0] * len(part_bytes(n)) if n.target is torch.ops.aten.mul.Tensor else part_bytes(n)
+    )
+    assert sum(r.alloc_bytes for r in table if ".mul" in r.name) == 0
+    assert replay(table, start).peak_bytes - start == 32 + 32 + 4  # the gather, exp, the loss

@@ -1,0 +1,59 @@
+"""What the calls of a rewritten graph are: collectives, waits, views; and how many bytes they make and send. Torch-free: told by names and schemas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_C10D = "_c10d_functional."
+_KINDS = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all"}
+# Ops that share their operand's memory though their schema does not say so.
+_UNDECLARED_VIEWS = ("aten._unsafe_view", _C10D + "wait_tensor")
+
+
+def is_wait(n: Any) -> bool:
+    return n.op == "call_function" and _C10D + "wait_tensor" in str(n.target)
+
+
+def is_collective(n: Any) -> bool:
+    """A collective's issue; its wait is a call of its own."""
+    return n.op == "call_function" and _C10D in str(n.target) and not is_wait(n)
+
+
+def shares_storage(n: Any) -> Any:
+    """The operand whose storage the call's result is a part of; None where it makes its own."""
+    if n.op != "call_function":
+        return None
+    if getattr(n.target, "__name__", "") == "getitem" or any(v in str(n.target) for v in _UNDECLARED_VIEWS):
+        return n.args[0]
+    schema = getattr(n.target, "_schema", None)
+    if schema is None or not schema.returns or schema.returns[0].alias_info is None:
+        return None
+    for given, declared in zip(n.args, schema.arguments, strict=False):
+        if declared.alias_info is not None and hasattr(given, "all_input_nodes"):
+            return given
+    return None
+
+
+def part_bytes(n: Any) -> list[int]:
+    """Bytes of every part of a node's result: one, or those of a tuple."""
+    val = n.meta.get("val")
+    parts = val if isinstance(val, (list, tuple)) else [val]
+    return [v.numel() * v.element_size() if hasattr(v, "element_size") else 0 for v in parts]
+
+
+def nbytes(n: Any) -> int:
+    """Bytes of a node's result, all of a tuple's."""
+    return sum(part_bytes(n))
+
+
+def collective_of(n: Any, prefix: str) -> tuple[str, tuple[str, ...]]:
+    """(kind, axes) of a collective's node; a group is named by prefix, dot, axes joined by plus."""
+    name = str(n.target).split(_C10D)[1].split(".")[0]
+    group = next(a for a in reversed(n.args) if isinstance(a, str))
+    return _KINDS.get(name, name), tuple(group[len(prefix) + 1 :].split("+"))
+
+
+def wire_bytes(n: Any, width: int) -> float:
+    """Bytes a rank sends, ring algorithms: (W-1)/W of the whole for gather and scatter, twice that for all-reduce."""
+    whole = max(nbytes(n), nbytes(n.all_input_nodes[0]))
+    return whole * (width - 1) / width * (2 if "all_reduce" in str(n.target) else 1)

@@ -1,0 +1,156 @@
+"""Plans of the integer program, rewritten: what a walk over the graphs says they cost, and what the simulator says, against what was predicted.
+
+    python -m tests.spmd.test_price --model llama --mesh dp=2,tp=2 --budget 2e5
+
+The price is the program's own definition of a step's time, so it is the same number. The simulator knows what the program does not: nothing hides
+the first layer's gathers of a half, nor the last layers' reductions, and a collective hides only behind what runs between its issue and its wait.
+In these models of two layers the ends are most of that; see `ends`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+
+import pytest
+
+from autopar.cost import Cost
+from autopar.cost.fusion import fused
+from autopar.formulate.problem import Setting
+from autopar.infeasible import InfeasibleError
+from autopar.mesh import Mesh
+from autopar.passes.manager import overlap
+from autopar.passes.nodes import is_wait
+from autopar.passes.overlap import computes
+from autopar.passes.partition import Parts
+from autopar.planning import Planned
+from autopar.price import Price, price
+from autopar.rules import lookup
+from autopar.simulate import COMPUTE, Replay, records, replay
+from autopar.stored import stored
+from tests.models import ZOO
+from tests.spmd.simulate import fake_world, simulated
+from tests.spmd.test_planned import NAMES, captured, cluster, planned
+
+EXACT = 1e-6
+STATE_BYTES = Setting(frozenset()).state_bytes
+AXES = {1: "dp=4", 2: "dp=2,tp=2", 3: "a=2,b=2,c=2"}
+# Not all models on all meshes: the test is of the price, and the solver takes minutes for some.
+CASES = [*((n, 1) for n in NAMES), *((n, 2) for n in NAMES if n not in ("t5", "bert")), ("convnet", 3)]
+LITTLE = ["llama", "convnet"]
+
+
+def mesh_of(text: str) -> dict[str, int]:
+    return {k: int(v) for k, v in (x.split("=") for x in text.split(","))}
+
+
+@functools.cache
+def priced(name: str, axes: str, budget_bytes: float = math.inf) -> tuple[Planned, Price, Parts]:
+    mesh, (p, _) = mesh_of(axes), captured(name)
+    found = planned(name, mesh, budget_bytes)
+    devices = math.prod(mesh.values())
+    with fake_world(devices):
+        parts = overlap(simulated(p, mesh, found.plan).parts, "sim")
+    trainable = frozenset(n for n, q in p.model.named_parameters() if q.requires_grad)
+    return found, price(parts, found.plan, p.graph, cost_of(name, axes), Setting(trainable), "sim"), parts
+
+
+def cost_of(name: str, axes: str) -> Cost:
+    mesh, graph = mesh_of(axes), captured(name)[0].graph
+    return Cost(cluster(math.prod(mesh.values())), Mesh.of(mesh), fused(graph, {op.name: lookup(op) for op in graph.ops}))
+
+
+@functools.cache
+def least(name: str, axes: str) -> float:
+    with pytest.raises(InfeasibleError) as error:
+        planned(name, mesh_of(axes), 1000.0)
+    return 1000.0 + error.value.shortfall_bytes
+
+
+def simulate(name: str, axes: str, found: Planned, got: Price, parts: Parts) -> Replay:
+    """The step without the optimizer; memory with its state."""
+    seconds = {c.node: (c.resource, c.seconds) for c in got.charges}
+    p, _ = captured(name)
+    table, start = records(parts, lambda n: seconds.get(n, (COMPUTE, 0.0)), stored(p.graph, cost_of(name, axes)))
+    places = (n for n in parts.forward.graph.nodes if n.op == "placeholder")
+    params = found.plan.params
+    trained = sum(
+        n.meta["val"].numel() for n, r in zip(places, parts.forward_inputs, strict=True) if r.kind == "param" and params[r.name].trainable
+    )
+    return replay(table, start + int(STATE_BYTES * trained))
+
+
+def ends(got: Price, parts: Parts) -> float:
+    """Seconds of the collectives with nothing to hide behind: parameters gathered before a half's first call that computes, gradients reduced
+    behind the last."""
+    seconds = {c.node: c.seconds for c in got.charges if c.serves in ("parameter", "gradient")}
+    out = 0.0
+    for gm in (parts.forward, parts.backward):
+        nodes = list(gm.graph.nodes) if gm is not None else []
+        work = [i for i, n in enumerate(nodes) if computes(n)]
+        for i, n in enumerate(nodes):
+            if n in seconds and (i < work[0] or any(is_wait(u) and nodes.index(u) > work[-1] for u in n.users)):
+                out += seconds[n]
+    return out
+
+
+@pytest.mark.parametrize(("name", "axes"), CASES)
+def test_price(name: str, axes: int) -> None:
+    found, got, _ = priced(name, AXES[axes])
+    want = found.plan.predicted["step_time_s"]
+    assert abs(got.step_time_s - want) <= EXACT * want, f"{got}\npredicted {found.plan.predicted}"
+
+
+@pytest.mark.parametrize("name", LITTLE)
+def test_price_with_little_memory(name: str) -> None:
+    found, got, _ = priced(name, AXES[1], 1.01 * least(name, AXES[1]))
+    want = found.plan.predicted["step_time_s"]
+    assert found.plan.recompute
+    assert abs(got.step_time_s - want) <= EXACT * want, f"{got}\npredicted {found.plan.predicted}"
+
+
+@pytest.mark.parametrize(("name", "little"), [*((n, False) for n in NAMES), *((n, True) for n in LITTLE)])
+def test_simulated_time(name: str, little: bool) -> None:
+    """Never less than the price, whose stages overlap perfectly; at most the ends of the halves more, and 1% for waits between them."""
+    found, got, parts = priced(name, AXES[1], 1.01 * least(name, AXES[1]) if little else math.inf)
+    seconds = simulate(name, AXES[1], found, got, parts).seconds + got.stage_s["optimizer"]
+    assert got.step_time_s * (1 - EXACT) <= seconds <= got.step_time_s * 1.01 + ends(got, parts)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_simulated_memory_keeps_the_budget(name: str) -> None:
+    """Without prefetched parameters and deferred gradients, which the rows do not know. Where dropout or batch norm is lowered, what their
+    lowering makes on the way is more (GPT-2 +22%, the convolutional net +19%): a compiled kernel holds none of it."""
+    budget = 1.01 * least(name, AXES[1])
+    found, got, _ = priced(name, AXES[1], budget)
+    with fake_world(4):
+        parts = simulated(captured(name)[0], mesh_of(AXES[1]), found.plan).parts
+    assert simulate(name, AXES[1], found, got, parts).peak_bytes <= 1.05 * budget
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama", choices=sorted(ZOO))
+    parser.add_argument("--mesh", default="dp=4")
+    parser.add_argument("--budget", type=float, default=math.inf, help="bytes a device")
+    a = parser.parse_args()
+    found, got, parts = priced(a.model, a.mesh, a.budget)
+    print(found.plan)
+    print(got)
+    want, peak = found.plan.predicted["step_time_s"], found.plan.predicted["peak_memory_bytes"]
+    replayed = simulate(a.model, a.mesh, found, got, parts)
+    seconds = replayed.seconds + got.stage_s["optimizer"]
+    print(f"priced {got.step_time_s * 1e6:.6f} us, predicted {want * 1e6:.6f} us: {got.step_time_s / want - 1:+.2e}")
+    print(
+        f"simulated {seconds * 1e6:.6f} us ({seconds / want - 1:+.1%}), of which without overlap at the ends {ends(got, parts) * 1e6:.6f} us"
+    )
+    print(
+        f"simulated peak {replayed.peak_bytes:,} bytes at {replayed.peak_at}, predicted {peak:,.0f}: {replayed.peak_bytes / peak - 1:+.1%}"
+    )
+    if abs(got.step_time_s - want) > EXACT * want:
+        raise SystemExit("the price is not what was predicted")
+
+
+if __name__ == "__main__":
+    main()
