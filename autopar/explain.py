@@ -16,7 +16,7 @@ from typing import NamedTuple
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, MeshError
 from autopar.formulate.apply import apply
-from autopar.formulate.layouts import forbidden
+from autopar.formulate.layouts import by_role, forbidden
 from autopar.formulate.problem import Names, Setting
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -98,9 +98,10 @@ def explain_graph(
     asked = _found(folded, op)
     wishes = _wishes(placement, mesh, asked.target)
     hand = None if layout is None else Layout.of(layout, mesh)
+    merged = mesh if hand is None else by_role(hand, mesh)
 
     def as_planned(problem: Problem, names: Names, rules: Mapping[str, Rule], on: Mesh) -> Problem:
-        return problem if hand is None else replace(problem, forbidden=problem.forbidden | forbidden(hand, problem, names, rules, on))
+        return problem if hand is None else replace(problem, forbidden=problem.forbidden | forbidden(hand, problem, names, rules, on, mesh))
 
     def as_asked(problem: Problem, names: Names, rules: Mapping[str, Rule], on: Mesh) -> Problem:
         problem = as_planned(problem, names, rules, on)
@@ -115,12 +116,12 @@ def explain_graph(
 
     title = f"{asked.said}: {placement}"
     try:
-        instead = Stages(folded, mesh, cluster, setting, limits, progress, as_asked).run()
+        instead = Stages(folded, merged, cluster, setting, limits, progress, as_asked).run()
     except _Cannot as e:
         return Explanation("cannot", f"{title}\nIt cannot be: {e}")
     except TimeoutError as e:
         raise AutoparError(f"The solver found no plan: {e}", fix="give it more time (--time-limit)") from e
-    found = Stages(folded, mesh, cluster, setting, limits, progress, as_planned).run()
+    found = Stages(folded, merged, cluster, setting, limits, progress, as_planned).run()
     return _answer(title, asked, wishes, folded, mesh, setting, found, instead)
 
 

@@ -162,11 +162,10 @@ def _fates(plan: Plan, known: set[str]) -> dict[str, list[str]]:
     position = {op: i for i, op in enumerate(plan.ops)}
     made = [(tensor.split(".")[0], tensor, fate) for tensor, fate in plan.activations.items()]
     for op, _, fate in sorted(made, key=lambda m: (position.get(m[0], -1), m[1])):
-        base, _, segment = op.partition(CLONE)
+        base, _, of = op.partition(CLONE)
         if base in plan.modules:
             before, number, rest = _home(plan.modules[base], known)
-            modules = found[before][number][int(segment) if segment.isdigit() else -1]
-            modules[fate][LAYER.sub("*", rest) or plan.targets.get(op, op)] += 1
+            found[before][number][int(of) if of.isdigit() else -1][fate][LAYER.sub("*", rest) or plan.targets.get(op, op)] += 1
     out: dict[str, list[str]] = defaultdict(list)
     for before, layers in found.items():
         counts = plan.segments.get(before.rstrip("."), ())

@@ -6,13 +6,12 @@ the layers are cut into segments with fates of their own; and if the gap is stil
 
 Three axes and more. An operator has tens of strategies there and a tensor as many placements, and redistributions between all of them: the
 program is too large for a user to wait for. But few good plans use every axis for something else. So axes are merged: first all into
-one, then into two in every way; each is the same problem with fewer strategies, at the same prices, and its answer is an answer of the
+one, then into two; each is the same problem with fewer strategies, at the same prices, and its answer is an answer of the
 whole. How good it is is said against a bound of the whole (`formulate.ideal`); merging ends as soon as the gap is reached.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -234,15 +233,11 @@ def loose(problem: Problem, s: Shrunk) -> Problem:
 
 
 def merged(mesh: Mesh) -> Iterator[Mesh]:
-    """`mesh` with all its axes as one, then as two in every way, neighbours first."""
+    """`mesh` with all its axes as one, then as two: neighbours only, since storage over axes that are not lies as no DTensor does."""
     parents = [p for p, n in mesh.parents.items() if n > 1]
     yield _with_parents(mesh, [parents])
-    splits = [i for i in range(1, 2 ** (len(parents) - 1))]
-    ways = [([p for k, p in enumerate(parents) if not i >> k & 1], [p for k, p in enumerate(parents) if i >> k & 1]) for i in splits]
-    order = {p: k for k, p in enumerate(parents)}
-    ways.sort(key=lambda w: sum(order[b] - order[a] > 1 for part in w for a, b in itertools.pairwise(part)))
-    for way in ways:
-        yield _with_parents(mesh, sorted(way, key=lambda part: order[part[0]]))
+    for i in range(len(parents) - 1, 0, -1):
+        yield _with_parents(mesh, [parents[:i], parents[i:]])
 
 
 def _with_parents(mesh: Mesh, groups: list[list[str]]) -> Mesh:

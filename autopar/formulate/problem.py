@@ -220,7 +220,7 @@ class Formulator:
         options: dict[tuple[Placement, ...], tuple[str, ...]] = {}
         for mask in reversed(range(2 ** len(parents))):
             data = tuple(c for i, p in enumerate(parents) if mask >> i & 1 for c in self.mesh.children(p) if self.mesh.axis_size(c) > 1)
-            options.setdefault(batch_placements(self.graph.inputs, data, self.mesh), data)
+            options[batch_placements(self.graph.inputs, data, self.mesh)] = data  # the fewest axes that split the batch so
         if self.only is not None:
             options = dict([list(options.items())[self.only[len(self.choices)]]])
         c = self.choice("inputs", [" ".join(d) or "R" for d in options.values()], [{} for _ in options])
@@ -368,6 +368,8 @@ class Formulator:
         supplied = {d: {n for end in w.supplies[d] for n in end.nodes} for d in (0, 1)}
         places = list(w.nodes)
         fates: tuple[int, ...] = ()
+        if demanded[1] and not w.fates:
+            supplied[1] |= supplied[0]  # a view, made again where it was made
         if w.fates and demanded[1]:
             keepable = sorted(n for n in supplied[0] | demanded[0] if not places[n].partial or n in demanded[1])
             fates = tuple(keepable)
