@@ -163,7 +163,8 @@ def _fates(plan: Plan, known: set[str]) -> dict[str, list[str]]:
     made = [(tensor.split(".")[0], tensor, fate) for tensor, fate in plan.activations.items()]
     for op, _, fate in sorted(made, key=lambda m: (position.get(m[0], -1), m[1])):
         base, _, of = op.partition(CLONE)
-        if base in plan.modules:
+        view = op in plan.ops and plan.ops[op].kind == "view"
+        if base in plan.modules and not (view and fate == "recompute"):  # a view is made again for nothing
             before, number, rest = _home(plan.modules[base], known)
             found[before][number][int(of) if of.isdigit() else -1][fate][LAYER.sub("*", rest) or plan.targets.get(op, op)] += 1
     out: dict[str, list[str]] = defaultdict(list)

@@ -16,6 +16,7 @@ from autopar.infeasible import InfeasibleError
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.plan import Plan
+from autopar.refit import modules_of
 from autopar.rules.grammar import Rule
 from autopar.solver.fold import Folded, fold
 from autopar.solver.problem import Problem
@@ -79,6 +80,7 @@ def plan_graph(
         plan,
         layout=plan.layout if hand is None else hand.name,
         cluster=cluster.name,
+        modules=modules_of(folded.graph),
         activations={**again, **dict.fromkeys(plan.kept, "save")},
         predicted={
             "step_time_s": found.objective_s,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import subprocess
 import sys
@@ -155,8 +154,8 @@ def test_meshes_in_any_order(tmp_path: Path) -> None:
     """Each as it is made in a process of its own."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1024}
     config = tmp_path / "config.json"
-    config.write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 4, **sizes}))
-    meshes = ("8", "4x2", "2x4")
+    config.write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, **sizes}))
+    meshes = ("8", "4x2", "4")
     alone = {}
     for mesh in meshes:
         out = tmp_path / f"{mesh}.json"
@@ -166,7 +165,7 @@ def test_meshes_in_any_order(tmp_path: Path) -> None:
         alone[mesh] = canonical(load(out))
     assert len({hashlib.sha256(x.encode()).hexdigest() for x in alone.values()}) == 3
     c = models.config(str(config))
-    for order in itertools.islice(itertools.permutations(meshes), 1, 6, 2):
+    for order in (meshes[::-1], meshes[1:] + meshes[:1]):
         for mesh in order:
             again = autopar.plan(models.build(c), models.inputs(c, 16, 256), "h100:8", mesh, precision="bf16")
             assert canonical(again) == alone[mesh], (order, mesh)
