@@ -31,7 +31,7 @@ class Split:
     axis: str
 
 
-def _place(s: Split) -> tuple[int, int, str]:
+def place(s: Split) -> tuple[int, int, str]:
     return s.dim, s.stride, s.axis
 
 
@@ -52,7 +52,7 @@ class Placement:
         """From axis -> (dim, stride) and axis -> reduction."""
         return Placement(
             tuple(shape),
-            tuple(sorted((Split(d, s, a) for a, (d, s) in (splits or {}).items()), key=_place)),
+            tuple(sorted((Split(d, s, a) for a, (d, s) in (splits or {}).items()), key=place)),
             tuple(sorted((partial or {}).items())),
         )
 
@@ -130,7 +130,7 @@ class Placement:
         if isinstance(at, str):
             partial = tuple(sorted((*partial, (axis, at))))
         elif at is not None:
-            splits = tuple(sorted((*splits, Split(*at, axis)), key=_place))
+            splits = tuple(sorted((*splits, Split(*at, axis)), key=place))
         return Placement(self.shape, splits, partial)
 
     def at(self, axis: str) -> tuple[int, int] | str | None:

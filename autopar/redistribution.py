@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 from autopar.mesh import Mesh
-from autopar.placement import Placement
+from autopar.placement import Placement, Split, place
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,11 @@ def redistribute(src: Placement, dst: Placement, mesh: Mesh) -> list[Step]:
         steps.append(Step(kind, mesh.sort(tuple(axes)), cur, nxt, reduce))
         cur = nxt
 
+    there = {a: dst.at(a) for a in mesh.names}
+    wrong = list(mesh.names)
     while cur != dst:
-        here, there = {a: cur.at(a) for a in mesh.names}, {a: dst.at(a) for a in mesh.names}
-        wrong = [a for a in mesh.names if here[a] != there[a]]
+        here = {a: cur.at(a) for a in wrong}
+        wrong = [a for a in wrong if here[a] != there[a]]
         assert all(not isinstance(there[a], str) for a in wrong), f"cannot make a Partial: {src} -> {dst}"
         axes, nxt = _feasible(cur, dst, [a for a in wrong if here[a] is None], mesh)
         if axes:
@@ -101,13 +103,43 @@ def _feasible(cur: Placement, dst: Placement, axes: list[str], mesh: Mesh, keep:
 
     keep: the digit they leave must not overlap the new one either (an all-to-all exposes both).
     """
-    start, done = cur, list[str]()
+    digits: dict[int, dict[str, tuple[int, int]]] = {}
+    for x in cur.splits:
+        digits.setdefault(x.dim, {})[x.axis] = x.stride, mesh.axis_size(x.axis)
+    exposed = {dim: list(found.values()) for dim, found in digits.items()}
+    left, reduced = {x.axis: x for x in cur.splits}, dict(cur.partial)
+    done = []
     for a in axes:
-        nxt = cur.with_axis(a, dst.at(a))
-        if nxt.is_valid(mesh) and not (keep and union_digits(start, nxt, [*done, a], mesh) is None):
-            cur = nxt
-            done.append(a)
-    return done, cur
+        at = dst.at(a)
+        assert at is None or isinstance(at, tuple)
+        if at is not None:
+            dim, new = at[0], (at[1], mesh.axis_size(a))
+            if not _fit(cur.shape[dim], [*(d for x, d in digits.get(dim, {}).items() if x != a), new]):
+                continue
+            if keep and not _fit(cur.shape[dim], [*exposed.get(dim, ()), new]):
+                continue
+            exposed.setdefault(dim, []).append(new)
+        old = left.pop(a, None)
+        if old is not None:
+            del digits[old.dim][a]
+        reduced.pop(a, None)
+        if at is not None:
+            digits.setdefault(dim, {})[a] = new
+            left[a] = Split(*at, a)
+        done.append(a)
+    if not done:
+        return [], cur
+    return done, Placement(cur.shape, tuple(sorted(left.values(), key=place)), tuple(sorted(reduced.items())))
+
+
+def _fit(size: int, digits: list[tuple[int, int]]) -> bool:
+    """Whether digits (stride, width) of a dim of `size` divide it and do not overlap."""
+    left = size
+    for stride, width in sorted(digits, reverse=True):
+        if stride < 1 or left % (stride * width):
+            return False
+        left = stride
+    return True
 
 
 def union_digits(src: Placement, dst: Placement, axes: list[str], mesh: Mesh) -> list[list[tuple[int, str, str]]] | None:

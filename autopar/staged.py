@@ -1,17 +1,20 @@
 """Solves a step on a mesh, in as few programs as give an answer and a bound.
 
-One and two axes. First the program with the memory rows outside of the layers alone (`loose`): whatever fate each layer has, there all that they
-keep is held, so this bounds all plans; where memory does not bind inside of them either, its answer is the answer. Else, at its strategies,
-the layers are cut into segments with fates of their own; and if the gap is still too large, strategies are chosen under all rows.
+One and two axes. First the program with the loose memory rows (`formulate.memory`), which hold whatever fate each layer has: this bounds all plans; where
+its answer fits the other rows too, it is the answer. Else, at its strategies, the layers are cut into segments with fates of their own; and if
+the gap is still too large, strategies are chosen under all rows.
 
-Three axes and more. An operator has tens of strategies there and a tensor as many placements, and redistributions between all of them: the
-program is too large for a user to wait for. But few good plans use every axis for something else. So axes are merged: first all into
-one, then into two; each is the same problem with fewer strategies, at the same prices, and its answer is an answer of the
-whole. How good it is is said against a bound of the whole (`formulate.ideal`); merging ends as soon as the gap is reached.
+Three axes and more. An operator has tens of strategies there and a tensor as many placements, and redistributions between all of them: hundreds
+of thousands of variables. But few good plans use every axis for something else. So axes are merged: first all into one, then into two;
+each is the same problem with fewer strategies, at the same prices, and its answer is an answer of the whole. How good it is is said
+against a bound of the whole (`formulate.ideal`). Where that leaves a gap, the whole program is solved without what cannot be in an answer better than
+the best so far (`solver.prune`): a few percent of it. All ends as soon as the gap is reached.
 """
 
 from __future__ import annotations
 
+import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,20 +30,29 @@ from autopar.rules import lookup
 from autopar.rules.grammar import Rule
 from autopar.solver.fold import Folded
 from autopar.solver.problem import Problem
+from autopar.solver.prune import prune
 from autopar.solver.shrink import Shrunk, shrink
-from autopar.solver.solve import Infeasible, Limits, Solution, explain, least, look, solve
+from autopar.solver.solve import Infeasible, Limits, NoAnswer, Solution, explain, least, look, solve
 
 WHOLE_AXES = 2  # up to so many axes the whole program is solved
 WORTH = 1e-3  # a gap, relative, that cutting the layers into segments is tried for
 CUTS = 8  # so many parts of the layers a cut is first looked for at
+COARSE = (0.0, 0.5, 0.25, 0.75)  # of merged axes, whose answers only serve to find better ones
+NEAR = 0.08  # a gap, relative, from which the whole program is tried without what cannot be better
+SHARES = (
+    0.25,
+    0.02,
+)  # of the gap that may stay, so much for the solver of the program that gives the bound: at first, and if that is too much
+TOO_MANY = 150_000  # arcs: more do not fit the time nor the memory that planning may take
 Tell = Callable[[str, float], None]
 Restrict = Callable[[Problem, Names, Mapping[str, Rule], Mesh], Problem]
 
 
 @dataclass(frozen=True)
 class Found:
-    """problem, names: of the program that was answered last; shrunk, rules: of its graph."""
+    """problem, names: of the program that was answered last; shrunk, rules: of its graph; mesh: whose axes may be merged."""
 
+    mesh: Mesh
     problem: Problem
     names: Names
     shrunk: Shrunk
@@ -78,10 +90,17 @@ class Stages:
         rules = {op.name: lookup(op) for op in small.graph.ops}
         return _View(small, quotient(small), rules, Cost(self.cluster, self.mesh, fused(small.graph, rules)))
 
-    def formulated(self, v: _View, mesh: Mesh, only: Sequence[int] | None = None) -> tuple[Formulator, Problem]:
+    def formulated(
+        self,
+        v: _View,
+        mesh: Mesh,
+        only: Sequence[int] | None = None,
+        room_s: float = math.inf,
+        trim: Callable[[Problem], Problem] = lambda p: p,
+    ) -> tuple[Formulator, Problem]:
         began = time.perf_counter()
         f = Formulator(v.q, v.rules, mesh, v.cost, self.setting, only)
-        problem, names = f.run()
+        problem, names = f.run(room_s, trim)
         if self.restrict is not None and only is None:
             problem = self.restrict(problem, names, v.rules, mesh)
         if only is None:
@@ -95,16 +114,24 @@ class Stages:
     def run(self) -> Found:
         """Raises TimeoutError when the clock stopped before any answer."""
         self.start = time.perf_counter()
-        v = self.view()
-        whole = sum(n > 1 for n in self.mesh.parents.values()) <= WHOLE_AXES
-        return self.on(v, self.mesh) if whole else self.by_merging(v)
+        # A program is a million small objects that all stay: looking for garbage among them took a third of the time.
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            v = self.view()
+            whole = sum(n > 1 for n in self.mesh.parents.values()) <= WHOLE_AXES
+            return self.on(v, self.mesh) if whole else self.by_merging(v)
+        finally:
+            if collecting:
+                gc.enable()
 
     # ---- one program -----------------------------------------------------------------------------------------------
 
-    def on(self, v: _View, mesh: Mesh) -> Found:
+    def on(self, v: _View, mesh: Mesh, coarse: bool = False) -> Found:
+        """coarse: an answer will do that is not the best cut of the layers."""
         start = time.perf_counter()
         f, problem = self.formulated(v, mesh)
-        seen = look(loose(problem, v.shrunk), problem, self.left, self.tell)
+        seen = look(replace(problem, rows=f.loose), problem, self.left, self.tell)
         if seen is None:
             return self.poor(v, mesh, f, problem, -1.0, None)
         again = {
@@ -113,11 +140,9 @@ class Stages:
         if seen.price is not None and seen.price.feasible and not again:
             spent = time.perf_counter() - start
             answer = Solution(seen.decision, seen.price, seen.bound_s, spent, seen.stopped_by, seen.variables, seen.rows)
-            return Found(problem, f.names, v.shrunk, v.rules, answer)
-        began = time.perf_counter()
-        best = self.cut(mesh, seen.decision.strategies, seen.bound_s, None)
-        self.tell("segments", time.perf_counter() - began)
-        if best is None or not isinstance(best.answer, Solution) or best.answer.gap > self.limits.gap:
+            return Found(mesh, problem, f.names, v.shrunk, v.rules, answer)
+        best = self.cut(mesh, seen.decision.strategies, seen.bound_s, None, coarse)
+        if best is None or not isinstance(best.answer, Solution) or (best.answer.gap > self.limits.gap and not coarse):
             best = self.tight(v, mesh, f, problem, seen.bound_s, best)
         if isinstance(best.answer, Solution):
             spent = time.perf_counter() - start
@@ -134,57 +159,67 @@ class Stages:
                 raise
             return best
         if isinstance(answer, Solution):
-            best = self.cut(mesh, answer.decision.strategies, bound_s, best)
+            best = self.cut(mesh, f.all_strategies(answer.decision.strategies), bound_s, best, False)
         return best or self.poor(v, mesh, f, problem, bound_s, None)
 
     def poor(self, v: _View, mesh: Mesh, f: Formulator, problem: Problem, bound_s: float, best: Found | None) -> Found:
         """At the strategies that need the least memory: an answer, or by how much the budget is short."""
         least_of_all = explain(replace(problem, budget_bytes=0.0), self.left)
-        found = self.cut(mesh, least_of_all.strategies, bound_s, best) if bound_s >= 0 else None
+        found = self.cut(mesh, least_of_all.strategies, bound_s, best, False) if bound_s >= 0 else None
         if found is not None:
             return found
         narrow, only = self.formulated(v, mesh, only=least_of_all.strategies)
-        return Found(only, narrow.names, v.shrunk, v.rules, explain(only, self.left))
+        return Found(mesh, only, narrow.names, v.shrunk, v.rules, explain(only, self.left))
 
     # ---- segments --------------------------------------------------------------------------------------------------
 
-    def cut(self, mesh: Mesh, strategies: Sequence[int], bound_s: float, best: Found | None) -> Found | None:
-        """The best of `best` and cuts of the stacks into two segments, at these strategies: at every eighth of the layers, then nearer."""
-        looked: dict[tuple[int, ...], float] = {}
+    def cut(self, mesh: Mesh, strategies: Sequence[int], bound_s: float, best: Found | None, coarse: bool) -> Found | None:
+        """The best of `best` and cuts of the stacks into segments, at these strategies.
+
+        Two, at every eighth of the layers; then with the last layer by itself as well (what it keeps, backward frees before anything else is
+        needed); then nearer to the best."""
+        began = time.perf_counter()
+        looked: dict[tuple[tuple[int, ...], ...], float] = {}
         n_of = {s.name: n for s, n in zip(self.folded.stacks, self.folded.copies, strict=True)}
 
-        def at_share(share: float) -> None:
-            """share: of the layers, in the first segment; 0: one segment."""
+        def at(share: float, alone: bool) -> float:
+            """share: of the layers, in the first segment; 0: no cut there. alone: the last layer is a segment. Seconds of the best answer."""
             nonlocal best
-            at = {name: max(1, min(n - 1, round(share * n))) if share else 0 for name, n in n_of.items()}
-            key = tuple(at.values())
+            segments = {name: _segments(n, share, alone) for name, n in n_of.items()}
+            key = tuple(segments.values())
             if key in looked or (best is not None and time.perf_counter() - self.start > self.limits.seconds):
-                return
-            v = self.view({name: (k, n_of[name] - k) for name, k in at.items() if k})
+                return looked.get(key, math.inf)
+            v = self.view({name: cut for name, cut in segments.items() if len(cut) > 1})
             f, problem = self.formulated(v, mesh, only=strategies)
             found = solve(problem, self.left)
-            looked[key] = found.objective_s if isinstance(found, Solution) else float("inf")
-            if not isinstance(found, Solution):
-                return
-            found = replace(found, bound_s=min(bound_s, found.objective_s))
-            if best is None or not isinstance(best.answer, Solution) or found.objective_s < best.answer.objective_s * (1 - 1e-6):
-                best = Found(problem, f.names, v.shrunk, v.rules, found)
+            looked[key] = found.objective_s if isinstance(found, Solution) else math.inf
+            if isinstance(found, Solution):
+                found = replace(found, bound_s=min(bound_s, found.objective_s))
+                if best is None or not isinstance(best.answer, Solution) or found.objective_s < best.answer.objective_s * (1 - 1e-6):
+                    best = Found(mesh, problem, f.names, v.shrunk, v.rules, found)
+            return looked[key]
 
         def good() -> bool:
-            return best is not None and isinstance(best.answer, Solution) and best.answer.gap <= WORTH
+            if best is None or not isinstance(best.answer, Solution):
+                return False
+            late = time.perf_counter() - self.start > self.limits.seconds / 2
+            return best.answer.gap <= (max(WORTH, self.limits.gap) if late else WORTH)
 
-        deepest = max(self.folded.copies, default=0)
-        step, center = 1.0 / CUTS, 0.5
-        for share in (0.0, *sorted((k / CUTS for k in range(1, CUTS)), key=lambda x: (abs(x - 0.5), x))):
-            if not good():
-                at_share(share)
-        while deepest > CUTS and step > 0.5 / deepest and not good() and looked:
-            n = max(self.folded.copies)
-            i = self.folded.copies.index(n)
-            center = min(looked, key=lambda k: (looked[k], k))[i] / n
+        shares = COARSE if coarse else (0.0, *sorted((k / CUTS for k in range(1, CUTS)), key=lambda x: (abs(x - 0.5), x)))
+        tried: dict[tuple[float, bool], float] = {}
+        for alone in (False,) if coarse else (False, True):
+            for share in shares:
+                if not good():
+                    tried[share, alone] = at(share, alone)
+        deepest = max(n_of.values(), default=0)
+        step = 1.0 / CUTS
+        while deepest > CUTS and step > 0.5 / deepest and not good() and tried and not coarse:
+            center, alone = min(tried, key=lambda k: (tried[k], k))
             step /= 2
-            at_share(center - step)
-            at_share(center + step)
+            for share in (center - step, center + step):
+                if 0 < share < 1:
+                    tried[share, alone] = at(share, alone)
+        self.tell("segments", time.perf_counter() - began)
         return best
 
     # ---- many axes -------------------------------------------------------------------------------------------------
@@ -201,7 +236,7 @@ class Stages:
                 bound = least(ideal(f, problem, Formulator(v.q, v.rules, self.mesh, v.cost, self.setting)), self.left)
                 self.tell("bound", time.perf_counter() - began)
             try:
-                found = self.on(v, smaller)
+                found = self.on(v, smaller, coarse=True)
             except TimeoutError:
                 if best is None:
                     raise
@@ -210,26 +245,58 @@ class Stages:
                 found = replace(found, answer=replace(found.answer, bound_s=min(bound, found.answer.objective_s)))
             if best is None or _better(found.answer, best.answer):
                 best = found
-            if isinstance(best.answer, Solution) and best.answer.gap <= self.limits.gap:
+            if isinstance(best.answer, Solution) and best.answer.gap <= max(self.limits.gap, NEAR):
                 break
         assert best is not None
+        if isinstance(best.answer, Solution) and best.answer.gap > self.limits.gap:
+            best = self.pruned(v, best, bound)
         if isinstance(best.answer, Solution) and best.answer.gap > self.limits.gap:
             spent = time.perf_counter() - self.start > self.limits.seconds
             best = replace(best, answer=replace(best.answer, stopped_by="time" if spent else "axes"))
         return best
+
+    def pruned(self, v: _View, best: Found, bound_s: float) -> Found:
+        """The whole program without what no answer better than `best` has: a better answer or a better bound, where time allows.
+
+        bound_s: counts neither redistributions nor what strategies take more than the fastest (`formulate.ideal`)."""
+        assert isinstance(best.answer, Solution)
+        known, ideal_s = best.answer.objective_s, bound_s
+        f, problem = self.formulated(v, self.mesh, room_s=known - ideal_s, trim=lambda p: prune(p, ideal_s, known))
+        for share in SHARES:
+            if sum(len(flow.arcs) for value in problem.values for flow in (value.forward, value.backward) if flow) > TOO_MANY:
+                return best
+            try:
+                seen = look(replace(problem, rows=f.loose), problem, replace(self.left, gap=self.limits.gap * share), self.tell)
+            except NoAnswer as e:
+                return replace(best, answer=replace(best.answer, bound_s=max(bound_s, min(best.answer.objective_s, e.bound_s))))
+            assert isinstance(best.answer, Solution)
+            known = best.answer.objective_s
+            if seen is None:  # nothing is better
+                return replace(best, answer=replace(best.answer, bound_s=known))
+            bound_s = max(bound_s, min(known, seen.bound_s))
+            best = replace(best, answer=replace(best.answer, bound_s=bound_s))
+            if seen.price is not None and seen.price.feasible and seen.price.objective_s < known:
+                answer = Solution(seen.decision, seen.price, bound_s, 0.0, seen.stopped_by, seen.variables, seen.rows)
+                best = Found(self.mesh, problem, f.names, v.shrunk, v.rules, answer)
+            else:
+                best = self.cut(self.mesh, f.all_strategies(seen.decision.strategies), bound_s, best, False) or best
+            assert isinstance(best.answer, Solution)
+            if best.answer.gap <= self.limits.gap or time.perf_counter() - self.start > self.limits.seconds:
+                break
+        return best
+
+
+def _segments(n: int, share: float, alone: bool) -> tuple[int, ...]:
+    """n layers cut at `share` (not at all if 0), and before the last one if `alone`; (n,) where there are too few."""
+    left = n - 1 if alone and n > 1 else n
+    first = max(1, min(left - 1, round(share * n))) if share and left > 1 else 0
+    return tuple(k for k in (first, left - first, n - left) if k)
 
 
 def _better(a: Solution | Infeasible, b: Solution | Infeasible) -> bool:
     if isinstance(a, Solution):
         return not isinstance(b, Solution) or a.objective_s < b.objective_s
     return isinstance(b, Infeasible) and a.least_bytes < b.least_bytes
-
-
-def loose(problem: Problem, s: Shrunk) -> Problem:
-    """`problem` with the memory rows of positions outside of the stacks alone: there every layer's kept tensors count alike, so that what holds
-    for them holds for the mean of any fates."""
-    inside = {n for stack in s.fold.stacks for copies in (stack.forward, stack.backward) for names in copies for n in names}
-    return replace(problem, rows=tuple(r for r in problem.rows if r.name.rpartition(" ")[2] not in inside))
 
 
 def merged(mesh: Mesh) -> Iterator[Mesh]:

@@ -92,6 +92,7 @@ class _Sharder:
         self.collectives: list[CollectiveUse] = []
         self.traces: dict[Any, fx.GraphModule] = {}
         self.random_ops = 0
+        self.drawing = False  # whether calls are traced for an operator that draws random numbers
         self.in_roles: list[Role] = []
         self.coordinates: dict[str, fx.Node] = {}
         self.done_grads: dict[str, fx.Node | None] = {}
@@ -116,6 +117,8 @@ class _Sharder:
 
     def stamp(self, node: fx.Node) -> None:
         node.meta["direction"], node.meta["op"] = self.direction, self.current
+        if self.drawing:
+            node.meta["random"] = True
 
     def trace(self, fn: Callable[..., Any], nodes: Sequence[fx.Node], key: Any) -> Any:
         """Inlines `fn(*nodes)`, written in torch ops; equal keys and operand layouts are traced once."""
@@ -183,6 +186,8 @@ class _Sharder:
         node = have[source]
         for step in redistribute(source, want, self.mesh):
             node = self.step(node, step, name)
+            if step.kind == "slice" and self.direction == "forward" and self.plan.kept.get(name) == step.dst:
+                node = self.call(torch.ops.aten.clone.default, (node,), {})  # a view of it would keep all of what it was cut from
             have[step.dst] = node
             self.keep(name, step.dst, node)
             self.made_in.setdefault((name, step.dst), self.direction)
@@ -282,7 +287,11 @@ class _Sharder:
             return local.apply(ctx, target, tuple(a), dict(k))
 
         key = (op.target, _constants(op), tuple(sorted(strategy.items())), want, made, index if is_random else -1)
-        return self.trace(fn, [*operands, *extra], key)
+        self.drawing = is_random
+        try:
+            return self.trace(fn, [*operands, *extra], key)
+        finally:
+            self.drawing = False
 
     # ---- parameters ------------------------------------------------------------------------------------------
 

@@ -39,13 +39,13 @@ def decisions(problem: Problem) -> Iterator[Decision]:
 
 
 def _least(problem: Problem, bare: Decision, v: int, direction: int, flow: Flow) -> list[frozenset[int]]:
-    """The sets of arcs that bring every wanted node and contain no smaller such set."""
+    """The sets of arcs that bring every wanted node and contain no smaller such set. An arc to a node that nobody wants is in none."""
     wanted = wanted_nodes(problem, bare, v, direction, flow)
     have = supplied_nodes(problem, bare, v, direction, flow)
     out: list[frozenset[int]] = []
-    for some in _subsets(range(len(flow.arcs))):
+    for some in _subsets([a for a, arc in enumerate(flow.arcs) if arc.dst in wanted - have]):
         arcs = frozenset(some)
-        if not any(smaller <= arcs for smaller in out) and wanted <= reach(have, flow, arcs):
+        if not any(smaller <= arcs for smaller in out) and wanted <= reach(have, wanted, flow, arcs):
             out.append(arcs)
     return out
 

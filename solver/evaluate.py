@@ -54,7 +54,7 @@ def evaluate(problem: Problem, decision: Decision) -> Price:
             for a in arcs:
                 pay(flow.arcs[a].times)
             wanted = wanted_nodes(problem, decision, v, direction, flow)
-            have = reach(supplied_nodes(problem, decision, v, direction, flow), flow, arcs)
+            have = reach(supplied_nodes(problem, decision, v, direction, flow), wanted, flow, arcs)
             if not wanted <= have:
                 unmet.append(f"{value.name}: {[value.nodes[n] for n in sorted(wanted - have)]} missing, direction {direction}")
     stages = [0.0] * len(problem.stages)
@@ -80,7 +80,7 @@ def tidy(problem: Problem, decision: Decision) -> Decision:
         wanted = wanted_nodes(problem, decision, v, direction, flow)
         have = supplied_nodes(problem, decision, v, direction, flow)
         for a in sorted(used, key=lambda a: (-sum(flow.arcs[a].times.values()), a)):
-            if wanted <= reach(have, flow, used - {a}):
+            if wanted <= reach(have, wanted, flow, used - {a}):
                 used = used - {a}
         if used:
             arcs[v, direction] = used
@@ -111,7 +111,7 @@ def _is_met(problem: Problem, decision: Decision, v: int) -> bool:
     if not wanted:
         return True
     arcs = decision.arcs.get((v, BACKWARD), frozenset())
-    return wanted <= reach(supplied_nodes(problem, decision, v, BACKWARD, flow), flow, arcs)
+    return wanted <= reach(supplied_nodes(problem, decision, v, BACKWARD, flow), wanted, flow, arcs)
 
 
 def wanted_nodes(problem: Problem, decision: Decision, v: int, direction: int, flow: Flow) -> set[int]:
@@ -135,10 +135,11 @@ def supplied_nodes(problem: Problem, decision: Decision, v: int, direction: int,
     return out - {NONE}
 
 
-def reach(have: set[int], flow: Flow, arcs: frozenset[int]) -> set[int]:
+def reach(have: set[int], wanted: set[int], flow: Flow, arcs: frozenset[int]) -> set[int]:
+    """`have`, and those of `wanted` that `arcs` bring from there or from one another."""
     grown = True
     while grown:
-        new = {flow.arcs[a].dst for a in arcs if flow.arcs[a].src in have} - have
+        new = ({flow.arcs[a].dst for a in arcs if flow.arcs[a].src in have} & wanted) - have
         have, grown = have | new, bool(new)
     return have
 

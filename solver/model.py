@@ -15,6 +15,7 @@ Constraints
                   sum_{arcs into n} g[k] - sum_{arcs out of n} g[k] + supply(n) >= demand_k(n)
               supply(n) = sum of x over suppliers' strategies that make n; in backward also y[v,n] and the r of operators that remake v at n.
               demand_k(n) = sum of x (or of r, for a rerun's operand) that read n.
+    (start)   sum_{arcs out of n} g[k] <= supply(n) + sum of demand_j(n) of consumers j other than k
     (share)   e[f,a] >= g[f,k,a]                       with one consumer g is e itself
     (keep)    sum_n y[v,n] <= 1,  y[v,n] <= sum of x that make or read v at n in forward
     (rerun)   r[o,s] <= x[c(o),s]
@@ -202,6 +203,9 @@ class Program:
                 terms += supply[n] + [(x, -k) for x, k in d.get(n, ())]
                 if terms:
                     self.constrain("flow", 0.0, np.inf, terms)
+                if into[n] and out[n]:  # else the row above says it
+                    others = [term for other in demands if other is not d for term in other.get(n, ())]
+                    self.constrain("start", 0.0, np.inf, [*((carried[a], -1.0) for a in out[n]), *supply[n], *others])
 
     def rereads(self, flow: Flow, reread: list[tuple[int, tuple[int, ...]]]) -> list[dict[int, list[tuple[int, float]]]]:
         """What reruns read. Those of one choice that read at the same nodes are one consumer, that of all of them which runs; where the choice

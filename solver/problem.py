@@ -43,7 +43,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Arc:
-    """A redistribution from node `src` to node `dst`. Paid once, however many consumers share its result."""
+    """A redistribution from node `src` to node `dst`. Paid once, however many consumers share its result. It starts where the value is: where
+    it is supplied, or where another consumer has it brought (no stops on the way that nobody asked for: none would be made)."""
 
     src: int
     dst: int

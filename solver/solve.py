@@ -65,6 +65,14 @@ class _Failed(Exception):
     pass
 
 
+class NoAnswer(TimeoutError):
+    """The clock stopped before any answer. bound: of the program's objective, in seconds; -inf where there is none."""
+
+    def __init__(self, text: str, bound_s: float) -> None:
+        super().__init__(text)
+        self.bound_s = bound_s
+
+
 def solve(
     problem: Problem,
     limits: Limits | None = None,
@@ -185,7 +193,8 @@ def _run(program: Program, limits: Limits, start: float, hints: Sequence[Sequenc
         return [found[v] for v in variables], bound, stopped
     if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
         raise _Failed
-    raise TimeoutError(f"no answer within {limits.seconds:.0f} s ({reason.name.lower()})")
+    bound_s = program.true_bound(result.termination.objective_bounds.dual_bound) / 1e3 + program.problem.constant_s
+    raise NoAnswer(f"no answer within {limits.seconds:.0f} s ({reason.name.lower()})", bound_s)
 
 
 def _explain(problem: Problem, limits: Limits, start: float) -> Infeasible:

@@ -57,15 +57,15 @@ def clusters(graph: Graph, rules: Mapping[str, Rule], mesh: Mesh) -> Clusters:
     return _Builder(graph, rules, mesh).run()
 
 
-def narrowed(c: Clusters, only: Sequence[int]) -> Clusters:
-    """`c` with strategy `only[i]` of cluster i alone."""
-    ones = [
-        Cluster(k.leader, 1, (k.labels[s],), {op: [chosen[s]] for op, chosen in k.members.items()})
-        for k, s in zip(c.clusters, only, strict=False)
+def narrowed(c: Clusters, only: Sequence[Sequence[int]]) -> Clusters:
+    """`c` with strategies `only[i]` of cluster i alone."""
+    fewer = [
+        Cluster(k.leader, len(kept), tuple(k.labels[s] for s in kept), {op: [chosen[s] for s in kept] for op, chosen in k.members.items()})
+        for k, kept in zip(c.clusters, only, strict=True)
     ]
-    want = {op: [places[only[c.of[op]]]] for op, places in c.want.items()}
-    made = {op: [places[only[c.of[op]]]] for op, places in c.made.items()}
-    return Clusters(ones, c.of, want, made, c.chain, c.maker)
+    want = {op: [places[s] for s in only[c.of[op]]] for op, places in c.want.items()}
+    made = {op: [places[s] for s in only[c.of[op]]] for op, places in c.made.items()}
+    return Clusters(fewer, c.of, want, made, c.chain, c.maker)
 
 
 class _Builder:
@@ -109,7 +109,7 @@ class _Builder:
         for op in early:
             self.place(op)
         for op in reversed(self.graph.ops):
-            if op.name not in chained and self.rules[op.name].kind == "view":
+            if op.name not in chained and (self.rules[op.name].kind == "view" or self.is_copy_of_more(op)):
                 self.move_to_reader(op)
         for op in reversed(free):
             self.follow_all_readers(op)
@@ -457,13 +457,24 @@ class _Builder:
 
     # ---- views -----------------------------------------------------------------------------------------------
 
+    def is_copy_of_more(self, op: Op) -> bool:
+        """Whether it only writes out what a view repeated (keys and values for every group of query heads)."""
+        if op.target != "aten.clone.default":
+            return False
+        name = op.inputs[0].name
+        while name in self.maker and self.rules[(maker := self.maker[name][0]).name].kind == "view" and len(maker.inputs) == 1:
+            if maker.inputs[0].numel < maker.out.numel:
+                return True
+            name = maker.inputs[0].name
+        return False
+
     def move_to_reader(self, op: Op) -> None:
         """A view that one cluster reads is made there: what is brought to the readers is then the tensor itself, once for all its views
-        (backward's products read a gradient and its transpose)."""
+        (backward's products read a gradient and its transpose), and before a view that repeats it, not behind."""
         readers = self.readers.get(op.out.name, ()) if op.outputs[0] is not None else ()
         into = {self.of.get(r.name) for r in readers}
         (cluster,) = into if len(into) == 1 else (None,)
-        if cluster is None or cluster == self.of[op.name] or len(op.inputs) != 1 or op.inputs[0].numel != op.out.numel:
+        if cluster is None or cluster == self.of[op.name] or len(op.inputs) != 1 or op.inputs[0].numel > op.out.numel:
             return
         if op.name in (self.clusters[self.of[op.name]].leader, *self.given):
             return

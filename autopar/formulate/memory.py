@@ -1,13 +1,19 @@
 """The memory rows: bytes live at every position of forward, backward and the optimizer step, as sums over the program's variables.
 
 Transient: what a position's own direction made and still reads, at the placement it was made in, and versions brought elsewhere from first to
-last use. Kept: from where it is made to its last use in backward. Made again: from first to last use in backward. Tensors that fused
+last use. Kept: from where it is made to its last use in backward, by what runs again too. Made again: from first to last use in backward.
+Gathered parameters live from a stretch before their use, unreduced gradients to a stretch after they are made (`stretches`). Tensors that fused
 kernels never write are not counted. Rows whose terms another row has too, and more, are left out.
 
 Repeated layers. The graph has a first copy, a middle one that stands for M, and a last one. At a position in copy g of the M, what is kept of
 the g - 1 copies before it is whole, and its neighbours' and its own tensors live as they do around the graph's middle copy: the bytes are
 affine in g, with the sizes kept as the slope. So the peak over g lies at g = 1 or g = M. In forward kept bytes only grow, so g = M
 suffices. In backward kept bytes shrink and gradients grow as g falls: there is a row for either end.
+
+Loose rows. Fates stand for all layers of a segment; where layers may each have their own, a fate between 0 and 1 is their mean, and a row holds for it
+only as far as it does not depend on whose fate it is. Outside of the layers it does not. In the last two layers, of a tensor that k of the n have freed
+the others keep at least n y - k; what a layer makes again or brings from where it is kept may be nothing. So much is a bound for any fates
+(`autopar.staged`).
 """
 
 from __future__ import annotations
@@ -16,10 +22,12 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from autopar.formulate.stretches import Stretches
 from autopar.solver.problem import Key, Problem, Row
 
 if TYPE_CHECKING:
@@ -32,6 +40,7 @@ def rows(f: Formulator, problem: Problem, ideal: bool = False) -> Problem:
     """`problem` with its memory rows. ideal: it is the relaxed one of `autopar.formulate.ideal`, where everything is split over all devices."""
     r = _Rows(f, problem, ideal)
     found = r.rows()
+    f.loose = tuple(r.loose)
     return replace(problem, rows=found, pairs=r.pairs)
 
 
@@ -42,6 +51,7 @@ class _Rows:
         self.turn = next((i for i, op in enumerate(ops) if op.direction == "backward"), len(ops))
         self.position = {op.name: i for i, op in enumerate(ops)}
         self.end = len(ops)
+        self.stretches = Stretches(f)
         self.written = self._written()
         self.remade: dict[int, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)  # value -> reruns that make it, at which nodes
         for i, rerun in enumerate(problem.reruns):
@@ -61,6 +71,7 @@ class _Rows:
         self.width = self.end + 1 + len(self.again)
         self.index: dict[Key, int] = {}
         self.pairs: tuple[tuple[int, int], ...] = ()
+        self.loose: list[Row] = []
         self.spans: list[tuple[int, int, int, float]] = []  # variable, first, last position, bytes
         self.entries: list[tuple[int, np.ndarray, np.ndarray]] = []  # variable, positions, bytes: where copies hold some
 
@@ -116,10 +127,44 @@ class _Rows:
                     terms = {keys[k]: float(mine[k]) for k in np.flatnonzero(mine)}
                     (inside if op.name in layers else outside).append((f"{op.direction} at {op.name}", _sum(static, terms)))
         outside.append(("optimizer step", _sum(static, step)))
-        # Those outside of the layers make a program of their own (`autopar.staged.loose`): none is left out for one inside.
+        # Those outside of the layers are loose rows too: none is left out for one inside.
         kept = _undominated(outside)
         found = [*kept, *_undominated(inside, kept)]
+        if f.only is None and not self.ideal:
+            last = {n for stack in f.q.stacks for copies in (stack.forward, stack.backward) for names in copies[-2:] for n in names}
+            loosened = [(name, self.loosened(terms)) for name, terms in inside if name.rpartition(" ")[2] in last]
+            self.loose = [Row(name, 0.0, tuple(sorted(terms.items()))) for name, terms in [*kept, *_undominated(loosened, kept)]]
         return tuple(Row(name, 0.0, tuple(sorted(terms.items()))) for name, terms in found)
+
+    def loosened(self, terms: dict[Key, float]) -> dict[Key, float]:
+        """What a row of the last layers says of fates that are means over all layers. (Of others it says little.)"""
+        out: dict[Key, float] = defaultdict(float)
+        freed: dict[int, float] = defaultdict(float)  # value -> of how many layers it is gone
+        for key, nbytes in terms.items():
+            if key[0] == "x" or (key[0] == "e" and (key[2] == 0 or self.same_for_all_layers(key[1]))):
+                out[key] += nbytes
+            elif key[0] == "y":
+                times = sum(self.f.q.tensor_times[t] for t in self.f.q.members[self.problem.values[key[1]].name])
+                each = self.sizes(key[1])[key[2]]
+                if nbytes > (times - 2.001) * each:
+                    out[key] = times * each
+                    freed[key[1]] = max(freed[key[1]], times - nbytes / each)
+        for v, n in freed.items():
+            if n > 1e-3:
+                forward, sizes = self.problem.values[v].forward, self.sizes(v)
+                for end in {*forward.supplies, *forward.demands}:  # it was kept at one of these
+                    for s, node in enumerate(end.nodes):
+                        if node in self.problem.values[v].fates:
+                            out["x", end.choice, s] -= n * sizes[node]
+        return out
+
+    def same_for_all_layers(self, v: int) -> bool:
+        """Whether what backward brings of the value is the same whatever is made again: it is not kept, and reruns read it as backward does."""
+        value = self.problem.values[v]
+        if value.backward is None or value.fates or v in self.remade:
+            return False
+        present = {(end.choice, end.nodes) for end in value.backward.demands}
+        return all((r.choice, nodes) in present for r in self.problem.reruns for w, nodes in r.reads if w == v)
 
     def add(self, key: Key, nbytes: float, first: int, last: int, tensor: str = "", grows: bool = False) -> None:
         """Bytes of `tensor` from position `first` to `last`.
@@ -140,24 +185,33 @@ class _Rows:
         own[first : last + 1] = 1.0
         for i, j in self.again.items():
             own[j] = own[i]
+        # This one is the nearest to whatever position it is; the others of the times are there whole, or not yet, or no more.
         forward, backward = self.middle[middle]
-        inside = np.zeros(self.width, bool)
-        inside[forward] = inside[backward] = True
-        inside[[self.again[i] for i in backward]] = True
-        live = np.where(inside, own, own * times)
-        live[[self.again[i] for i in backward] if grows else [*forward, *backward]] += times - 1
+        others = np.zeros(self.width)
+        if grows:
+            others[max(backward, default=first) + 1 : self.end] = 1.0
+        else:
+            others[min(forward) : max(backward, default=last) + 1] = 1.0
+        for i, j in self.again.items():
+            others[j] = others[i]
+        others[[self.again[i] for i in backward]] = float(grows)
+        live = own + (times - 1) * others
         self.entries.append((k, np.arange(self.width), nbytes * live))
 
     def value(self, v: int) -> None:
         for tensor in self.f.q.members[self.problem.values[v].name]:
             self.tensor(v, tensor)
 
+    def sizes(self, v: int) -> dict[int, float]:
+        """Bytes of one tensor of value `v`, per node."""
+        wire = self.f.wires[self.problem.values[v].name]
+        if self.ideal:
+            return {0: wire.nbytes / self.mesh.size}
+        return {n: wire.nbytes * math.prod(p.local_shape(self.mesh)) / max(1, math.prod(p.shape)) for n, p in enumerate(wire.nodes)}
+
     def tensor(self, v: int, tensor: str) -> None:
         f, value = self.f, self.problem.values[v]
-        wire = f.wires[value.name]
-        size = {n: wire.nbytes * math.prod(p.local_shape(self.mesh)) / max(1, math.prod(p.shape)) for n, p in enumerate(wire.nodes)}
-        if self.ideal:
-            size = {0: wire.nbytes / self.mesh.size}
+        size = self.sizes(v)
         made = self.position.get(tensor if tensor in self.position else tensor.split(".")[0], -1)
         users = {0: self.users(tensor, "forward"), 1: self.users(tensor, "backward")}
         if tensor not in f.param_of and tensor in self.written:
@@ -169,13 +223,20 @@ class _Rows:
         for n in value.fates:
             # While the value is alive in forward its own term counts it; what fusion would not write is written to be kept.
             first = max(users[0], default=made) + 1 if tensor in self.written else made
-            self.add(("y", v, n), size[n], first, max(users[1], default=self.turn), tensor)
+            last = max(users[1]) if users[1] else self.read_again(tensor)
+            self.add(("y", v, n), size[n], first, last, tensor)
         for direction, flow in ((0, value.forward), (1, value.backward)):
             if flow is None or not users[direction]:
                 continue
+            first, last = min(users[direction]), max(users[direction])
+            first = self.stretches.issued(first) if tensor in f.param_of else first
             for a, arc in enumerate(flow.arcs):
                 if arc.times:
-                    self.add(("e", v, direction, a), size[arc.dst], min(users[direction]), max(users[direction]))
+                    self.add(("e", v, direction, a), size[arc.dst], first, last)
+        if tensor in f.params_of_grad and value.backward is not None:
+            for a, arc in enumerate(value.backward.arcs):
+                if arc.times:
+                    self.add(("e", v, 1, a), size[arc.src], max([made, *users[1]]) + 1, self.stretches.awaited(made))
         if value.backward is not None and tensor in self.written and users[1]:
             for i, nodes in self.remade[v]:
                 for s, n in enumerate(nodes):
@@ -226,6 +287,24 @@ class _Rows:
                     out.append(op.name)
         return out
 
+    def read_again(self, name: str) -> int:
+        """Where backward reads no tensor `name` itself: the last position at which what runs again may read it, at least the turn."""
+        readers = (r.name for r in self.f.readers.get(name, ()) if r.name in self.runs_again)
+        return max((self.runs_again[r] for r in readers), default=self.turn)
+
+    @cached_property
+    def runs_again(self) -> dict[str, int]:
+        """Operator of forward -> the last position at which it may run again: before backward first reads what it makes, else with its readers."""
+        found: dict[str, int] = {}
+        for op in reversed(self.f.graph.ops):
+            if op.direction == "forward":
+                made = [t.name for t in op.outputs if t is not None]
+                direct = [at for t in made for at in self.users(t, "backward")]
+                later = [found[r.name] for t in made for r in self.f.readers.get(t, ()) if r.name in found]
+                if direct or later:
+                    found[op.name] = min(direct) if direct else max(later)
+        return found
+
     def users(self, name: str, direction: str) -> list[int]:
         """Positions of the ops of `direction` that read `name`, through views."""
         out = []
@@ -255,6 +334,11 @@ def _undominated(
     rows = sorted(rows, key=lambda r: -len(r[1]))
     kept: list[tuple[str, dict[Key, float]]] = []
     for name, terms in rows:
-        if not any(all(big.get(k, 0.0) >= x for k, x in terms.items()) for _, big in (*given, *kept)):
+        if not any(_covers(big, terms) for _, big in (*given, *kept)):
             kept.append((name, terms))
     return kept
+
+
+def _covers(big: dict[Key, float], small: dict[Key, float]) -> bool:
+    """Whether `big` is no less whatever the variables are."""
+    return all(big.get(k, 0.0) >= x for k, x in small.items()) and all(x >= 0 or small.get(k, 0.0) <= x for k, x in big.items())

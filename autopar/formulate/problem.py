@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.cost import Cost
@@ -29,7 +29,7 @@ from autopar.placement import Placement
 from autopar.redistribution import Step, redistribute
 from autopar.rules.grammar import Rule
 from autopar.rules.strategy import letter_at, right_of
-from autopar.solver.problem import Account, Arc, Choice, End, Flow, Problem, Rerun, Value
+from autopar.solver.problem import Account, Arc, Choice, End, Flow, Problem, Rerun, Row, Value
 from autopar.storage import batch_placements
 
 RESOURCES = ("compute", "intra", "inter")
@@ -100,17 +100,20 @@ class Formulator:
         graph = q.graph
         self.cl = clusters(q.classes, rules, mesh)
         if only is not None:
-            self.cl = narrowed(self.cl, only)
+            self.cl = narrowed(self.cl, [(s,) for s in only[: len(self.cl.clusters)]])
         self.accounts = [Account(s, r) for s in range(len(STAGES)) for r in RESOURCES]
         self.wires: dict[str, _Wire] = {}
         self.choices: list[tuple[str, tuple[str, ...], list[dict[int, float]]]] = []
         self.names = Names(q, self.cl)
         self.moves: dict[tuple[Placement, Placement], list[Step] | None] = {}
+        self.sent: dict[tuple[Placement, Placement, float], list[tuple[str, float]]] = {}
+        self.known: dict[Placement, Placement] = {}  # equal placements are one object: tables find it without comparing
         self.param_of = {t.name: n for n, t in graph.params.items()}
         self.params_of_grad: dict[str, list[str]] = defaultdict(list)
         for p, grad in graph.grads.items():
             self.params_of_grad[grad].append(p)
         self.renamed: dict[str, list[int]] = {}
+        self.loose: tuple[Row, ...] = ()  # the memory rows that hold whatever fate each layer has
         self.readers: dict[str, list[Op]] = defaultdict(list)
         for op in graph.ops:
             for t in dict.fromkeys(op.inputs):
@@ -126,9 +129,12 @@ class Formulator:
 
     # ---- the whole ---------------------------------------------------------------------------------------------
 
-    def run(self) -> tuple[Problem, Names]:
+    def run(self, room_s: float = math.inf, trim: Callable[[Problem], Problem] = lambda p: p) -> tuple[Problem, Names]:
+        """room_s: strategies that take so much more than the fastest of their cluster are left out; trim: leaves out what else it will
+        before memory rows are made."""
         g = self.graph
         self.cluster_choices()
+        self.drop(room_s)
         self.fixed = self.choice("fixed", ("",), [{}])
         self.inputs_choice()
         for t in (*g.buffers.values(), *g.tangents, *self.constants()):
@@ -154,7 +160,35 @@ class Formulator:
         self.names.nodes = [list(w.nodes) for w in self.wires.values()]
         choices = tuple(Choice(n, labels, tuple(times)) for n, labels, times in self.choices)
         problem = Problem(STAGES, tuple(self.accounts), choices, tuple(values), tuple(made_again), (), self.setting.budget_bytes)
-        return rows(self, problem), self.names
+        return rows(self, self.renumbered(problem, trim(problem))), self.names
+
+    def drop(self, room_s: float) -> None:
+        kept: list[list[int]] = []
+        for i, (name, labels, times) in enumerate(self.choices):
+            busy = [sum(t for a, t in spent.items() if self.accounts[a].resource == "compute") for spent in times]
+            kept.append([s for s, t in enumerate(busy) if t - min(busy) <= room_s])
+            self.choices[i] = (name, tuple(labels[s] for s in kept[i]), [times[s] for s in kept[i]])
+        self.kept = kept
+        if any(len(k) < c.size for k, c in zip(kept, self.cl.clusters, strict=True)):
+            self.cl = self.names.clusters = narrowed(self.cl, kept)
+
+    def all_strategies(self, chosen: Sequence[int]) -> tuple[int, ...]:
+        """`chosen`, of the strategies that were not dropped, as indices of all."""
+        return tuple(self.kept[c][s] if c < len(self.kept) else s for c, s in enumerate(chosen))
+
+    def renumbered(self, old: Problem, new: Problem) -> Problem:
+        """`new`, which has some of the arcs of `old`, with the steps of its arcs under their new numbers."""
+        if new is old:
+            return new
+        steps = {}
+        for was, now in zip(old.values, new.values, strict=True):
+            for stage, before, after in ((0, was.forward, now.forward), (1, was.backward, now.backward)):
+                if before is not None and after is not None:
+                    number = {(arc.src, arc.dst): a for a, arc in enumerate(before.arcs)}
+                    for a, arc in enumerate(after.arcs):
+                        steps[now.name, stage, a] = self.names.steps[now.name, stage, number[arc.src, arc.dst]]
+        self.names.steps = steps
+        return new
 
     def choice(self, name: str, labels: Sequence[str], times: list[dict[int, float]]) -> int:
         self.choices.append((name, tuple(labels), times))
@@ -256,7 +290,7 @@ class Formulator:
 
     def supply(self, t: Tensor, choice: int, places: Sequence[Placement], both: bool = False) -> None:
         wire = self.wire(t)
-        end = End(choice, tuple(wire.node(p) for p in places))
+        end = End(choice, self.nodes(wire, places))
         wire.supplies[0][end] = None
         if both:
             wire.supplies[1][end] = None
@@ -277,7 +311,7 @@ class Formulator:
                 continue
             places = [m[i] for m in self.cl.made[name]]
             wire = self.wire(t)
-            wire.supplies[direction][End(c, tuple(wire.node(p) for p in places if p is not None))] = None
+            wire.supplies[direction][End(c, self.nodes(wire, [p for p in places if p is not None]))] = None
             # A view is made again for nothing from what it is a view of; that is what is kept.
             wire.fates = direction == 0 and not is_view(op, self.rules[op.name])
             for p in self.params_of_grad.get(t.name, ()):
@@ -303,7 +337,10 @@ class Formulator:
                 places = [self.back(ops, p) for p in places]
             t = self.graph.tensors[base]
         wire = self.wire(t)
-        wire.demands[direction][End(choice, tuple(wire.node(p) for p in places))] = None
+        wire.demands[direction][End(choice, self.nodes(wire, places))] = None
+
+    def nodes(self, wire: _Wire, places: Sequence[Placement]) -> tuple[int, ...]:
+        return tuple(wire.node(self.known.setdefault(p, p)) for p in places)
 
     def back(self, ops: Sequence[Op], p: Placement) -> Placement:
         for op in reversed(ops):
@@ -411,16 +448,16 @@ class Formulator:
         return Rerun(r.name, r.choice, r.times, fix(r.reads), fix(r.makes), r.group)
 
     def arcs(self, w: _Wire, have: set[int], want: set[int], stage: int) -> tuple[Arc, ...]:
-        places = list(w.nodes)
+        places = [self.known.setdefault(p, p) for p in w.nodes]
+        itemsize = w.nbytes / max(1, math.prod(places[0].shape)) if places else 0.0
         out = []
         for src in sorted(have):
             for dst in sorted(want):
                 if src != dst:
                     steps = self.move(places[src], places[dst])
                     if steps is not None:
-                        itemsize = w.nbytes / max(1, math.prod(next(iter(w.nodes)).shape))
                         self.names.steps[w.name, stage, len(out)] = (steps, itemsize)
-                        out.append(Arc(src, dst, self.times(steps, w, stage)))
+                        out.append(Arc(src, dst, self.times(places[src], places[dst], steps, itemsize, w, stage)))
         return tuple(out)
 
     def move(self, src: Placement, dst: Placement) -> list[Step] | None:
@@ -445,14 +482,14 @@ class Formulator:
         padded = Placement(dst.shape, (), middle.partial)
         return redistribute(src, middle, self.mesh) + redistribute(padded, dst, self.mesh)
 
-    def times(self, steps: Sequence[Step], w: _Wire, stage: int) -> dict[int, float]:
-        itemsize = w.nbytes / max(1, math.prod(next(iter(w.nodes)).shape))
-        out: dict[int, float] = defaultdict(float)
-        for step in steps:
-            if step.kind == "slice":
-                continue
-            c = self.cost.collective(step.kind, step.axes, step.wire_bytes(self.mesh, 1) * itemsize)
-            out[self.account(stage, c.link)] += w.count * c.seconds
-            if not w.overlaps:
-                out[self.account(stage, "compute")] += w.count * c.seconds
-        return dict(out)
+    def times(self, src: Placement, dst: Placement, steps: Sequence[Step], itemsize: float, w: _Wire, stage: int) -> dict[int, float]:
+        sent = self.sent.get((src, dst, itemsize))
+        if sent is None:
+            costs = [self.cost.collective(s.kind, s.axes, s.wire_bytes(self.mesh, 1) * itemsize) for s in steps if s.kind != "slice"]
+            sent = self.sent[src, dst, itemsize] = [(c.link, c.seconds) for c in costs]
+        out: dict[int, float] = {}
+        for link, seconds in sent:
+            for resource in (link,) if w.overlaps else (link, "compute"):
+                a = self.account(stage, resource)
+                out[a] = out.get(a, 0.0) + w.count * seconds
+        return out

@@ -2,7 +2,7 @@
 
     python -m tests.spmd.test_planned --model llama --mesh dp=2,tp=2 --budget 0.8
 
-Times are those of an H100 without latencies: these models are tiny, and with them the best plan would be to split nothing.
+Times are those of an H100 without latencies ("even"): these models are tiny, and with them the best plan would be to split nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import functools
 import math
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -35,6 +36,13 @@ def cluster(devices: int) -> Cluster:
     return c.model_copy(update={"device": device, "intra": c.intra.model_copy(update=now), "inter": c.inter.model_copy(update=now)})
 
 
+LINKS: dict[str, Callable[[int], Cluster]] = {
+    "even": cluster,
+    "latencies": lambda devices: Cluster.of(f"h100:{max(8, devices)}"),
+    "nodes": lambda devices: Cluster.of(f"h100:{devices // 2}x2").model_copy(update={"device": cluster(8).device}),  # two devices a node
+}
+
+
 @functools.cache
 def captured(name: str, layers: int = 2) -> tuple[Prepared, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
@@ -45,15 +53,15 @@ def captured(name: str, layers: int = 2) -> tuple[Prepared, dict[str, torch.Tens
 
 
 @functools.cache
-def _planned(name: str, mesh: tuple[tuple[str, int], ...], budget_bytes: float, layers: int) -> Planned:
+def _planned(name: str, mesh: tuple[tuple[str, int], ...], budget_bytes: float, layers: int, links: str) -> Planned:
     p, _ = captured(name, layers)
     trainable = frozenset(n for n, q in p.model.named_parameters() if q.requires_grad)
     devices = math.prod(n for _, n in mesh)
-    return plan_graph(p.graph, dict(mesh), cluster(devices), Setting(trainable, budget_bytes=budget_bytes), LIMITS)
+    return plan_graph(p.graph, dict(mesh), LINKS[links](devices), Setting(trainable, budget_bytes=budget_bytes), LIMITS)
 
 
-def planned(name: str, mesh: dict[str, int], budget_bytes: float = float("inf"), layers: int = 2) -> Planned:
-    return _planned(name, tuple(mesh.items()), budget_bytes, layers)
+def planned(name: str, mesh: dict[str, int], budget_bytes: float = float("inf"), layers: int = 2, links: str = "even") -> Planned:
+    return _planned(name, tuple(mesh.items()), budget_bytes, layers, links)
 
 
 def check(name: str, mesh: dict[str, int], found: Planned, layers: int = 2) -> None:
@@ -91,12 +99,12 @@ def counted(uses: tuple[CollectiveUse, ...], params: set[str]) -> Counter[tuple[
     return found
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("mixtral", "t5")])
-def test_what_is_priced_is_inserted(name: str) -> None:
-    """Not Mixtral: for the same bytes the pass reduces at once where a reduce-scatter and a gather were priced."""
+@pytest.mark.parametrize("links", ["even", "latencies"])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_priced_is_inserted(name: str, links: str) -> None:
     mesh = {"dp": 4}
     p, _ = captured(name)
-    plan = planned(name, mesh).plan
+    plan = planned(name, mesh, links=links).plan
     with fake_world(4):
         inserted = simulated(p, mesh, plan).collectives
     params = {t.name for t in p.graph.params.values()}

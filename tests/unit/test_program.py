@@ -12,6 +12,7 @@ from autopar.solver.brute_force import brute_force
 from autopar.solver.evaluate import evaluate
 from autopar.solver.model import TIE, Options, Program
 from autopar.solver.problem import NONE, Account, Arc, Choice, End, Flow, Problem, Rerun, Row, Value
+from autopar.solver.prune import prune
 from autopar.solver.solve import Infeasible, Limits, Solution, solve
 
 EXACT = Limits(gap=1e-9, seconds=60)
@@ -22,9 +23,9 @@ def _end(g: random.Random, choices: tuple[Choice, ...], nodes: int, none: bool =
     return End(c, tuple(g.choice([*range(nodes), NONE] if none else range(nodes)) for _ in choices[c].labels))
 
 
-def _ring(g: random.Random, nodes: int, stage: int) -> tuple[Arc, ...]:
-    """So that only memory can make it infeasible."""
-    return tuple(Arc(i, (i + 1) % nodes, {2 * stage + g.randint(0, 1): g.uniform(0, 1)}) for i in range(nodes))
+def _arcs(g: random.Random, nodes: int, stage: int) -> tuple[Arc, ...]:
+    """From every node to every other, so that only memory can make it infeasible."""
+    return tuple(Arc(i, j, {2 * stage + g.randint(0, 1): g.uniform(0, 1)}) for i in range(nodes) for j in range(nodes) if i != j)
 
 
 def random_problem(seed: int) -> Problem:
@@ -40,8 +41,8 @@ def random_problem(seed: int) -> Problem:
     for v in range(g.randint(1, 2)):
         nodes = g.randint(2, 3)
 
-        forward = Flow(_ring(g, nodes, 0), (_end(g, choices, nodes),), (_end(g, choices, nodes, True),))
-        backward = Flow(_ring(g, nodes, 1), (), (_end(g, choices, nodes, True),)) if g.random() < 0.7 else None
+        forward = Flow(_arcs(g, nodes, 0), (_end(g, choices, nodes),), (_end(g, choices, nodes, True),))
+        backward = Flow(_arcs(g, nodes, 1), (), (_end(g, choices, nodes, True),)) if g.random() < 0.7 else None
         fates = tuple(range(nodes)) if backward else ()
         values.append(Value(f"v{v}", tuple(map(str, range(nodes))), forward, backward, fates))
     for v, value in enumerate(values):
@@ -85,6 +86,26 @@ def _all_binary(problem: Problem) -> float:
     price = evaluate(problem, program.decision([values[v] for v in model.variables()])[0])
     assert price.feasible
     return price.objective_s
+
+
+def test_pruning_leaves_an_optimum() -> None:
+    """What cannot be in an answer as good as the best goes, and much does; the best stays."""
+    left = total = 0
+    for seed in range(120):
+        problem = replace(random_problem(seed), budget_bytes=1e18)
+        best, _ = brute_force(problem)
+        lower = sum(min(t.get(a, 0.0) for t in c.times) for c in problem.choices for a in (0, 2))
+        pruned = prune(problem, lower, best * (1 + 1e-9))
+        again, decision = brute_force(pruned)
+        assert decision is not None and abs(again - best) <= 1e-9, seed
+        left, total = left + _size(pruned) - len(pruned.forbidden), total + _size(problem)
+    assert left < 0.8 * total
+
+
+def _size(problem: Problem) -> int:
+    """Strategies and arcs."""
+    flows = [f for v in problem.values for f in (v.forward, v.backward) if f is not None]
+    return sum(len(c.labels) for c in problem.choices) + sum(len(f.arcs) for f in flows)
 
 
 def test_some_random_problems_are_tight() -> None:
