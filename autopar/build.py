@@ -25,6 +25,7 @@ from autopar.cluster import Cluster
 from autopar.decide import Wish, decide, following, refuse_other_mesh, setting
 from autopar.describe import describe
 from autopar.errors import AutoparError, CaptureError
+from autopar.explain import explain_graph
 from autopar.graph import Graph, Tensor
 from autopar.groups import Groups
 from autopar.init import distribute, materialize
@@ -236,12 +237,13 @@ class Builder:
         """One rank plans, all apply what it says."""
         wish, c = self.config.wish, self.config
 
-        def on_first() -> str:
-            budget_bytes = wish.memory_bytes or (self.cluster.device.usable_bytes if self.cluster else math.inf)
-            s = setting(stored, trainable, c.precision.reduce, c.optimizer, budget_bytes)
-            return dumps(decide(wish, self.cluster, folded, self.groups.axes, s))
-
-        return loads(from_first(self.groups, on_first))
+        budget_bytes = wish.memory_bytes or (self.cluster.device.usable_bytes if self.cluster else math.inf)
+        s = setting(stored, trainable, c.precision.reduce, c.optimizer, budget_bytes)
+        plan = loads(from_first(self.groups, lambda: dumps(decide(wish, self.cluster, folded, self.groups.axes, s))))
+        if wish.plan is not None or self.cluster is None:
+            return plan
+        cluster = self.cluster
+        return plan.explained_by(lambda op, placement: explain_graph(folded, self.groups.axes, cluster, s, op, placement, wish.limits))
 
     @property
     def following(self) -> Layout:

@@ -11,6 +11,8 @@ Results go to standard output, progress and errors to standard error.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import os
 import re
@@ -18,7 +20,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +34,7 @@ from autopar.sizes import parse_bytes
 from autopar.strict_json import short
 
 ERROR, INFEASIBLE, INTERRUPTED = 2, 3, 130
+_alone = False  # whether this process is the command's own: `main` was called, not the app
 
 
 class _Group(TyperGroup):
@@ -132,7 +135,11 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show is no reason to fail
     _heed_interrupts()
-    app(prog_name="autopar")
+    global _alone
+    _alone = True
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # no command needs a device, and CUDA would not survive a fork
+    with _little_collecting():
+        app(prog_name="autopar")
 
 
 # ---- parts -------------------------------------------------------------------------------------------------------
@@ -150,7 +157,7 @@ def _plan(
     def tell(stage: str, seconds: float) -> None:
         console.print(f"{stage}: {seconds:.1f} s", markup=False)
 
-    from autopar import models
+    from autopar import fork, models
 
     start = time.perf_counter()
     config = models.config(model)
@@ -158,11 +165,14 @@ def _plan(
     with console.status("planning"):
         does: Callable[..., Any] = getattr(_planning(), verb)
         built = models.build(config, layers)
+        if _alone:
+            gc.freeze()  # modules stay: nobody looks through them for garbage, not even in the end
         tell("imports and configuration", time.perf_counter() - start)
         options = {k: v for k, v in (("seconds", time_limit), ("gap", gap)) if v is not None}
         return does(
             built, shapes, cluster, shape,
-            precision=precision, optimizer=optimizer, layout=layout, memory=budget, options=options or None, progress=tell, **asked,
+            precision=precision, optimizer=optimizer, layout=layout, memory=budget, options=options or None, progress=tell,
+            fork=_alone and fork.useful(), **asked,
         )  # fmt: skip
 
 
@@ -171,22 +181,40 @@ def _heed_interrupts() -> None:
     signal only when they return, and in the middle of an import it may lose it. Nothing else is lost: files appear whole or not at all."""
     read, write = os.pipe()
     os.set_blocking(write, False)
+    ending = threading.Lock()
+
+    def end(*_: Any) -> None:
+        ending.acquire(timeout=1)  # never released: the main thread, if it too learns of it, waits here for the end
+        show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # the progress display hides it
+        os.write(2, f"{show_cursor}interrupted\n".encode())
+        os._exit(INTERRUPTED)
 
     def watch() -> None:
         while signals := os.read(read, 1):
             if signals[0] == signal.SIGINT:
-                show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # the progress display hides it
-                os.write(2, f"{show_cursor}interrupted\n".encode())
-                os._exit(INTERRUPTED)
+                end()
 
     threading.Thread(target=watch, daemon=True).start()
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    signal.signal(signal.SIGINT, lambda number, frame: None)
+    signal.signal(signal.SIGINT, end)
 
 
 def _planning() -> Any:
     """Imported when it is needed: it brings torch's compiler and the solver with it."""
-    return importlib.import_module("autopar.offline")
+    planning = importlib.import_module("autopar.offline")
+    importlib.import_module("autopar._torch").import_compiler()
+    return planning
+
+
+@contextlib.contextmanager
+def _little_collecting() -> Iterator[None]:
+    """Python's collector would look through torch's modules again and again, while they come, while they are used and once more at the end: for two of
+    the eleven seconds that a plan used to take. What it frees of them is nothing."""
+    gc.set_threshold(50_000, 20, 100)
+    try:
+        yield
+    finally:
+        gc.freeze()
 
 
 def _told(e: AutoparError) -> str:

@@ -21,6 +21,7 @@ from autopar.cluster import Cluster
 from autopar.describe import describe
 from autopar.errors import AutoparError, CaptureError, MeshError
 from autopar.explain import Explanation, explain_graph
+from autopar.fork import both
 from autopar.formulate.problem import Setting
 from autopar.graph import DTYPE_BYTES, Graph
 from autopar.layout import Layout
@@ -31,7 +32,7 @@ from autopar.refit import modules_of, served
 from autopar.shallow import shallow
 from autopar.solver.fold import Folded, fold
 from autopar.solver.solve import Limits
-from autopar.tile import expand_params, layer_periods, least_depth, tiled
+from autopar.tile import Both, expand_params, layer_periods, least_depth, tiled
 
 
 @dataclass(frozen=True)
@@ -58,19 +59,26 @@ def plan(
     memory: float | None = None,
     options: Mapping[str, float] | None = None,
     progress: Callable[[str, float], None] | None = None,
+    fork: bool = False,
 ) -> Plan:
     """The best plan of one training step of `model` on `cluster`.
 
     inputs: keyword arguments of a call, tensors or shapes (a shape is taken for token ids, int64). mesh: "32x8" or axis sizes by name; default the
     cluster's nodes x devices. memory: budget of a device in bytes; default what it has, less a reserve. layout: the best plan that is this hand
-    layout. options: "seconds" and "gap" of the solver. progress: called with a stage's name and its seconds.
+    layout. options: "seconds" and "gap" of the solver. progress: called with a stage's name and its seconds. fork: captures two depths of the model at
+    once, one in a forked process: not where other threads run or CUDA is in use.
 
     Raises InfeasibleError when nothing fits, CaptureError, MeshError, ClusterError, LayoutError.
     """
-    tell = progress or (lambda stage, seconds: None)
-    t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, memory, tell)
+    tell = _Stages(progress)
+    t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, memory, tell, fork)
     made = plan_graph(t.folded, t.mesh_axes, t.cluster, t.setting, Limits(**(options or {})), tell, layout).plan  # type: ignore[arg-type]
-    return _of_the_whole(made, t.folded, model)
+    made = _of_the_whole(made, t.folded, model)
+    tell.rest()
+    limits = Limits(**(options or {}))  # type: ignore[arg-type]
+    return made.explained_by(
+        lambda op, placement: explain_graph(t.folded, t.mesh_axes, t.cluster, t.setting, op, placement, limits, None, layout)
+    )
 
 
 def explain(
@@ -88,16 +96,34 @@ def explain(
     memory: float | None = None,
     options: Mapping[str, float] | None = None,
     progress: Callable[[str, float], None] | None = None,
+    fork: bool = False,
 ) -> Explanation:
     """Why the plan that `plan` makes of the same arguments does not have `op` at `placement`, or what that would cost.
 
     op: a module's path, a parameter's or an operator's name, or how one ends: "mlp.gate_proj". placement: what mesh axes split, as
     "tp:out" (a loop, as `print(plan)` or the operator's rule names it), "Shard(1) over tp" (a dim of the result or of the parameter) or "Replicate over dp".
     """
-    tell = progress or (lambda stage, seconds: None)
-    t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, memory, tell)
+    tell = _Stages(progress)
+    t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, memory, tell, fork)
     limits = Limits(**(options or {}))  # type: ignore[arg-type]
-    return explain_graph(t.folded, t.mesh_axes, t.cluster, t.setting, op, placement, limits, tell, layout)
+    found = explain_graph(t.folded, t.mesh_axes, t.cluster, t.setting, op, placement, limits, tell, layout)
+    tell.rest()
+    return found
+
+
+class _Stages:
+    """Tells stages, and at the end what none of them had a name for: listed stages last as long as the whole."""
+
+    def __init__(self, progress: Callable[[str, float], None] | None) -> None:
+        self.progress = progress or (lambda stage, seconds: None)
+        self.start, self.told = time.perf_counter(), 0.0
+
+    def __call__(self, stage: str, seconds: float) -> None:
+        self.told += seconds
+        self.progress(stage, seconds)
+
+    def rest(self) -> None:
+        self.progress("shrinking, rules, applying", max(0.0, time.perf_counter() - self.start - self.told))
 
 
 def task(
@@ -110,6 +136,7 @@ def task(
     optimizer: str,
     memory: float | None,
     tell: Callable[[str, float], None],
+    fork: bool = False,
 ) -> Task:
     """Checks the arguments of `plan` and captures the model."""
     where = Cluster.of(cluster)
@@ -130,7 +157,7 @@ def task(
         return describe(found)
 
     start = time.perf_counter()
-    folded = program(model, captured)
+    folded = program(model, captured, both if fork else None)
     tell("capture", time.perf_counter() - start)
     stored = max((DTYPE_BYTES[str(q.dtype).removeprefix("torch.")] for q in params.values()), default=4)
     setting = Setting(
@@ -143,7 +170,7 @@ def task(
     return Task(model, folded, axes, where, setting)
 
 
-def program(model: nn.Module, captured: Callable[[nn.Module], Graph]) -> Folded:
+def program(model: nn.Module, captured: Callable[[nn.Module], Graph], both: Both | None = None) -> Folded:
     """The fold of `captured(model)`, from shallower copies of the module where they suffice; its note says which."""
     lists = layer_periods(model)
     depths = {path: n for path, (n, period) in lists.items() if n > least_depth(n, period)}
@@ -153,7 +180,7 @@ def program(model: nn.Module, captured: Callable[[nn.Module], Graph]) -> Folded:
         why = f"captured in full: the layers of {', '.join(odd)} do not repeat often enough" if odd else ""
         return replace(fold(captured(shallow(model, {}))), note=why)
     try:
-        return tiled(lambda layers: captured(shallow(model, layers)), depths, periods)
+        return tiled(lambda layers: captured(shallow(model, layers)), depths, periods, both)
     except CaptureError as e:  # a forward may want all of its layers
         why = f"captured in full: a copy with fewer layers cannot be captured ({e.what})"
         return replace(fold(captured(shallow(model, {}))), note=why)

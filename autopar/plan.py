@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.placement import Placement
 from autopar.plan_text import text
@@ -102,6 +105,24 @@ class Plan:
     def data_size(self) -> int:
         """Over how many ranks the batch is split."""
         return math.prod(self.mesh.axis_size(a) for a in self.data_axes)
+
+    def explain(self, op: str, placement: str) -> Any:
+        """Why this plan does not have `op` at `placement`, or what that would cost (`autopar.explain`, which see): the step is solved again.
+
+        Raises AutoparError for a plan that comes from a file: it does not know the program.
+        """
+        why: Any = self.__dict__.get("_why")
+        if why is None:
+            raise AutoparError(
+                "this plan was read from a file or made by hand: what else there was to choose is not in it",
+                fix="ask autopar.explain(model, inputs, cluster, mesh, op=..., placement=...), which plans again",
+            )
+        return why(op, placement)
+
+    def explained_by(self, why: Callable[[str, str], Any]) -> Plan:
+        """This plan, with what `explain` asks. It is no part of the plan: files do not have it, nor copies."""
+        object.__setattr__(self, "_why", why)
+        return self
 
     def __str__(self) -> str:
         return self.text()

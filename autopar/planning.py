@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
-from autopar.formulate.apply import apply
+from autopar.formulate.apply import apply, blocking
 from autopar.formulate.layouts import by_role, forbidden
 from autopar.formulate.problem import Names, Setting
 from autopar.graph import Graph
@@ -86,6 +86,7 @@ def plan_graph(
             "step_time_s": found.objective_s,
             **stages,
             "peak_memory_bytes": max(found.price.row_bytes),
+            "blocking_collectives": blocking(done.problem, done.names, found.decision),
             "budget_bytes": min(setting.budget_bytes, cluster.device.memory_bytes),
         },
         solver={

@@ -28,28 +28,38 @@ CAPTURES = 4  # shallow ones, before the program is captured in full
 
 # Layers; or the layers of each stack of several, by the path of its module list ("encoder.block").
 Depth = int | Mapping[str, int]
+Both = Callable[[Callable[[], Graph], Callable[[], Graph]], tuple[Graph, Graph]]
 
 
-def tiled(capture_at: Callable[[Any], Graph], depth: Depth, period: Depth = 1) -> Folded:
-    """The fold of `capture_at(depth)`, from shallower captures where they suffice."""
+def tiled(capture_at: Callable[[Any], Graph], depth: Depth, period: Depth = 1, both: Both | None = None) -> Folded:
+    """The fold of `capture_at(depth)`, from shallower captures where they suffice.
+
+    both: makes two captures at once (`autopar.fork`); any program takes two.
+    """
     depths = {"": depth} if isinstance(depth, int) else dict(depth)
     periods = dict.fromkeys(depths, period) if isinstance(period, int) else dict(period)
 
+    def graph(layers: Mapping[str, int]) -> Graph:
+        return capture_at(layers[""] if isinstance(depth, int) else dict(layers))
+
     def captured(layers: Mapping[str, int]) -> Folded:
-        return fold(capture_at(layers[""] if isinstance(depth, int) else dict(layers)))
+        return fold(graph(layers))
 
     def full(why: str) -> Folded:
         return replace(captured(depths), note=f"captured in full ({_plus(depths)} layers): {why}")
 
-    layers = {path: _first(d, periods[path]) for path, d in depths.items()}
+    tried = [{path: _first(d, periods[path]) + k * periods[path] for path, d in depths.items()} for k in range(CAPTURES)]
+    ahead: list[Graph] = []
+    if both is not None and all(tried[1][path] < d for path, d in depths.items()):
+        ahead = list(both(lambda: graph(tried[0]), lambda: graph(tried[1])))
     small: Folded | None = None
-    for _ in range(CAPTURES):
+    for layers in tried:
         if any(layers[path] >= d for path, d in depths.items()):
             return full("it is not deeper than what would be captured of it")
-        large = captured(layers)
+        large = fold(ahead.pop(0)) if ahead else captured(layers)
         if small is not None and large.stacks and small.form() == large.form():
             return _deepened(small, large, layers, depths, periods) or full("its stacks do not grow with its depth")
-        small, layers = large, {path: n + periods[path] for path, n in layers.items()}
+        small = large
     return full("captures of two depths are not alike")
 
 

@@ -100,6 +100,20 @@ def _collectives(mesh: Mesh, problem: Problem, names: Names, decision: Decision)
     return tuple(out)
 
 
+def blocking(problem: Problem, names: Names, decision: Decision) -> int:
+    """How many collectives compute waits for: those that are charged to it. (Those of parameters and gradients overlap.)"""
+    found = 0
+    for (v, direction), arcs in decision.arcs.items():
+        value = problem.values[v]
+        flow = (value.forward, value.backward)[direction]
+        assert flow is not None
+        for a in arcs:
+            if any(problem.accounts[account].resource == "compute" for account in flow.arcs[a].times):
+                steps, _ = names.steps[value.name, direction, a]
+                found += names.quotient.count(value.name) * sum(s.kind != "slice" for s in steps)
+    return found
+
+
 def _read_at(problem: Problem, names: Names, decision: Decision, tensor: str, shape: tuple[int, ...]) -> Placement:
     """Where the first operator that uses a parameter reads it."""
     v = names.value_of[tensor]

@@ -104,6 +104,7 @@ def test_plan_passes_everything_on(planning: Callable[..., list[Any]], tmp_path:
     assert (inputs, cluster, mesh) == ({"input_ids": (16, 512), "labels": (16, 512)}, "h100:1x8", "4x2")
     assert kwargs == {
         "precision": "fp32", "optimizer": "sgd", "memory": 70 * 10**9, "layout": "fsdp", "options": {"seconds": 30.0, "gap": 0.02},
+        "fork": False,
     }  # fmt: skip
     assert r.stdout == a_plan().text() + "\n" and "capture: 1.2 s" in r.stderr
     assert load(out) == a_plan()
@@ -115,7 +116,7 @@ def test_plan_defaults(planning: Callable[..., list[Any]]) -> None:
     assert r.exit_code == 0 and loads(r.stdout) == a_plan()
     ((model, _, _, mesh), kwargs) = calls[0]
     assert model.config.num_hidden_layers == 28 and mesh is None
-    assert kwargs == {"precision": "bf16", "optimizer": "adamw", "memory": None, "layout": None, "options": None}
+    assert kwargs == {"precision": "bf16", "optimizer": "adamw", "memory": None, "layout": None, "options": None, "fork": False}
     run(*PLAN, "--mesh", "dp=4,tp=2")
     assert calls[1][0][3] == {"dp": 4, "tp": 2}
 
@@ -206,6 +207,23 @@ def test_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
         p.send_signal(signal.SIGINT)
         out, err = p.communicate(timeout=30)
     assert (p.returncode, out, err) == (130, "", "interrupted\n")
+
+
+def test_a_process_of_its_own_collects_little_garbage() -> None:
+    """But one that it is called in keeps its ways, and has no forked child."""
+    code = (
+        "import atexit, gc\n"
+        "from autopar import cli\n"
+        "def look():\n"
+        "    print(gc.isenabled(), gc.get_threshold()[0], gc.get_freeze_count(), cli._alone)\n"
+        "cli.app.command('look')(look)\n"
+        "cli.app(['look'], standalone_mode=False)\n"
+        "atexit.register(lambda: print(gc.get_freeze_count() > 1000))\n"
+        "import sys; sys.argv = ['autopar', 'look']\n"
+        "cli.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["True 700 0 False", "True 50000 0 True", "True"]
 
 
 def test_looking_at_plans_needs_no_torch(file: str) -> None:

@@ -272,6 +272,23 @@ def test_tiled() -> None:
     check(t)
 
 
+def test_tiled_from_two_captures_at_once() -> None:
+    asked: list[tuple[Graph, Graph]] = []
+
+    def both(first: Callable[[], Graph], second: Callable[[], Graph]) -> tuple[Graph, Graph]:
+        b = second()
+        asked.append((first(), b))
+        return asked[-1]
+
+    capture_at, seen = counted(program)
+    t = tiled(capture_at, 40, 1, both)
+    assert seen == [3, 2] and len(asked) == 1 and t.graph is asked[0][1]
+    assert (t.lines, t.copies, t.note) == ((u := tiled(program, 40)).lines, u.copies, u.note)
+    seen.clear()
+    assert tiled(capture_at, 3, 1, both).fingerprint() == fold(program(3)).fingerprint()
+    assert seen == [2, 3] and len(asked) == 1, "two captures would not do"
+
+
 @pytest.mark.parametrize("depth", [12, 13, 14])
 def test_tiled_with_a_period(depth: int) -> None:
     capture_at, seen = counted(functools.partial(program, activation=lambda i: "relu" if (i + 1) % 3 else "gelu"))

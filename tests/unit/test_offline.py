@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
+from torch._dynamo import convert_frame, functional_export, guards, symbolic_convert
 from typer.testing import CliRunner
 
 import autopar
+from autopar import fork, offline
 from autopar.cli import app
 from autopar.errors import AutoparError, MeshError
 from autopar.infeasible import InfeasibleError
@@ -69,6 +74,50 @@ def test_bad_input() -> None:
         planned(optimizer="adamx")
     with pytest.raises(AutoparError, match=r"8 devices|mesh"):
         autopar.plan(model(), {"input_ids": (16, 256), "labels": (16, 256)}, "h100:8", "64")
+
+
+def test_stages_last_as_long_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = offline.plan_graph
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.5)  # in a stage without a name
+        return real(*args)
+
+    monkeypatch.setattr(offline, "plan_graph", slow)
+    stages: list[float] = []
+    start = time.perf_counter()
+    planned(progress=lambda stage, seconds: stages.append(seconds))
+    assert sum(stages) == pytest.approx(time.perf_counter() - start, abs=0.2)
+
+
+def test_captures_at_once_give_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    here: list[int] = []
+    real = offline.capture
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        here.append(os.getpid())
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(offline, "capture", counted)
+    monkeypatch.setattr(fork, "PATIENCE_S", 600.0)
+    plans = []
+    for at_once in (False, True):
+        with torch.device("meta"):
+            m = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=6, **SIZES))
+        plans.append(autopar.plan(m, {"input_ids": (16, 256), "labels": (16, 256)}, "h100:8", "8", precision="bf16", fork=at_once))
+    assert canonical(plans[0]) == canonical(plans[1]) and len(here) == 2 + 1
+    assert plans[0].solver["capture"] == plans[1].solver["capture"] == "folded from captures of 2 and 3 layers"
+
+
+def test_no_guards_are_built_of_what_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def built(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("guards")
+
+    before = functional_export._suggest_or_raise_constraint_violation, symbolic_convert.get_funcname
+    monkeypatch.setattr(guards, "CheckFunctionManager", built)
+    monkeypatch.setattr(convert_frame, "CheckFunctionManager", built)
+    planned()
+    assert before == (functional_export._suggest_or_raise_constraint_violation, symbolic_convert.get_funcname), "others' are as they were"
 
 
 def test_too_little_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def programs(name: str, layers: int) -> tuple[Folded, Folded]:
     found: list[Folded] = []
     real = offline.program
 
-    def seen(m: nn.Module, captured: Callable[[nn.Module], Graph]) -> Folded:
+    def seen(m: nn.Module, captured: Callable[[nn.Module], Graph], both: object) -> Folded:
         found.append(real(m, captured))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(offline, "layer_periods", lambda m: {})
@@ -61,7 +61,7 @@ def programs(name: str, layers: int) -> tuple[Folded, Folded]:
 
 def planned(name: str, layers: int, folded: Folded, mesh: str = MESH) -> Plan:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offline, "program", lambda m, captured: folded)
+        patch.setattr(offline, "program", lambda m, captured, both: folded)
         return offline.plan(model(name, layers), ZOO[name].inputs(8, 32), cluster(8), mesh)
 
 
