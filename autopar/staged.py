@@ -39,6 +39,7 @@ WORTH = 1e-3  # a gap, relative, that cutting the layers into segments is tried 
 CUTS = 8  # so many parts of the layers a cut is first looked for at
 COARSE = (0.0, 0.5, 0.25, 0.75)  # of merged axes, whose answers only serve to find better ones
 NEAR = 0.08  # a gap, relative, from which the whole program is tried without what cannot be better
+FAR = 0.3  # a gap, relative, with which too little could be left out
 SHARES = (
     0.25,
     0.02,
@@ -248,7 +249,7 @@ class Stages:
             if isinstance(best.answer, Solution) and best.answer.gap <= max(self.limits.gap, NEAR):
                 break
         assert best is not None
-        if isinstance(best.answer, Solution) and best.answer.gap > self.limits.gap:
+        if isinstance(best.answer, Solution) and self.limits.gap < best.answer.gap <= FAR:
             best = self.pruned(v, best, bound)
         if isinstance(best.answer, Solution) and best.answer.gap > self.limits.gap:
             spent = time.perf_counter() - self.start > self.limits.seconds

@@ -294,7 +294,7 @@ class _Rows:
 
     @cached_property
     def runs_again(self) -> dict[str, int]:
-        """Operator of forward -> the last position at which it may run again: before backward first reads its result, else with its readers."""
+        """Operator of forward -> the last position at which it may run again: before backward reads its result, or with its readers."""
         found: dict[str, int] = {}
         for op in reversed(self.f.graph.ops):
             if op.direction == "forward":

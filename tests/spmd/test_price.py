@@ -40,7 +40,7 @@ AXES = {1: "dp=4", 2: "dp=2,tp=2", 3: "a=2,b=2,c=2"}
 CASES = [
     *((n, 1, "even") for n in NAMES),
     *((n, 2, links) for n in NAMES if n not in ("t5", "bert") for links in ("even", "latencies", "nodes")),
-    *((n, 3, "nodes") for n in NAMES if n not in ("t5", "bert")),
+    *((n, 3, links) for n, links in (("llama", "nodes"), ("convnet", "nodes"), ("convnet", "even"), ("lora", "even"))),
 ]
 LITTLE = ["llama", "convnet"]
 
