@@ -36,8 +36,7 @@ from autopar.solver.solve import Infeasible, Limits, NoAnswer, Solution, explain
 
 WHOLE_AXES = 2  # up to so many axes the whole program is solved
 WORTH = 1e-3  # a gap, relative, that cutting the layers into segments is tried for
-CUTS = 8  # so many parts of the layers a cut is first looked for at
-COARSE = (0.0, 0.5, 0.25, 0.75)  # of merged axes, whose answers only serve to find better ones
+FIRST = (0.0, 0.5, 0.25, 0.75)  # shares of the layers at which a cut is first looked for
 NEAR = 0.08  # a gap, relative, from which the whole program is tried without what cannot be better
 FAR = 0.3  # a gap, relative, with which too little could be left out
 SHARES = (
@@ -177,8 +176,8 @@ class Stages:
     def cut(self, mesh: Mesh, strategies: Sequence[int], bound_s: float, best: Found | None, coarse: bool) -> Found | None:
         """The best of `best` and cuts of the stacks into segments, at these strategies.
 
-        Two, at every eighth of the layers; then with the last layer by itself as well (what it keeps, backward frees before anything else is
-        needed); then nearer to the best."""
+        Two, at every quarter of the layers; then with the last layer by itself as well (what it keeps, backward frees before anything else is
+        needed); then nearer to the best. coarse: only the first."""
         began = time.perf_counter()
         looked: dict[tuple[tuple[int, ...], ...], float] = {}
         n_of = {s.name: n for s, n in zip(self.folded.stacks, self.folded.copies, strict=True)}
@@ -206,15 +205,14 @@ class Stages:
             late = time.perf_counter() - self.start > self.limits.seconds / 2
             return best.answer.gap <= (max(WORTH, self.limits.gap) if late else WORTH)
 
-        shares = COARSE if coarse else (0.0, *sorted((k / CUTS for k in range(1, CUTS)), key=lambda x: (abs(x - 0.5), x)))
         tried: dict[tuple[float, bool], float] = {}
         for alone in (False,) if coarse else (False, True):
-            for share in shares:
+            for share in FIRST:
                 if not good():
                     tried[share, alone] = at(share, alone)
-        deepest = max(n_of.values(), default=0)
-        step = 1.0 / CUTS
-        while deepest > CUTS and step > 0.5 / deepest and not good() and tried and not coarse:
+        deepest = max(n_of.values(), default=1)
+        step = 0.25
+        while step > 0.5 / deepest and not good() and tried and not coarse:
             center, alone = min(tried, key=lambda k: (tried[k], k))
             step /= 2
             for share in (center - step, center + step):
@@ -251,6 +249,8 @@ class Stages:
         assert best is not None
         if isinstance(best.answer, Solution) and self.limits.gap < best.answer.gap <= FAR:
             best = self.pruned(v, best, bound)
+        if isinstance(best.answer, Solution):
+            best = replace(best, answer=replace(best.answer, seconds=time.perf_counter() - self.start))
         if isinstance(best.answer, Solution) and best.answer.gap > self.limits.gap:
             spent = time.perf_counter() - self.start > self.limits.seconds
             best = replace(best, answer=replace(best.answer, stopped_by="time" if spent else "axes"))
@@ -282,6 +282,7 @@ class Stages:
             else:
                 best = self.cut(self.mesh, f.all_strategies(seen.decision.strategies), bound_s, best, False) or best
             assert isinstance(best.answer, Solution)
+            best = replace(best, answer=replace(best.answer, variables=seen.variables, rows=seen.rows))
             if best.answer.gap <= self.limits.gap or time.perf_counter() - self.start > self.limits.seconds:
                 break
         return best

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from autopar.formulate.problem import Names, Setting
 from autopar.mesh import Mesh
@@ -11,7 +11,7 @@ from autopar.placement import Placement
 from autopar.plan import CollectiveUse, OpChoice, ParamChoice, Plan
 from autopar.rules.grammar import Rule
 from autopar.solver.fold import Folded
-from autopar.solver.problem import Decision, Problem
+from autopar.solver.problem import Arc, Decision, Problem
 from autopar.solver.shrink import Shrunk
 from autopar.storage import batch_placements, representable
 
@@ -71,7 +71,7 @@ def apply(
                 kept[t.name] = at[q.group[u.name]]
     return Plan(
         dict(mesh.parents), "planned", params, ops, batch_placements(graph.inputs, data, mesh), outputs, data,
-        {op.name: op.target for op in (*graph.ops, *more)}, _collectives(mesh, problem, names, decision), repeated, True, kept, frozenset(rerun),
+        {op.name: op.target for op in (*graph.ops, *more)}, _collectives(problem, names, decision), repeated, True, kept, frozenset(rerun),
         fingerprint=folded.fingerprint(), order=order,
         segments={name: n for name, n in shrunk.segments.items() if len(n) > 1},
     )  # fmt: skip
@@ -88,30 +88,33 @@ def _kept_at(problem: Problem, names: Names, decision: Decision, v: int) -> Plac
     return p
 
 
-def _collectives(mesh: Mesh, problem: Problem, names: Names, decision: Decision) -> tuple[CollectiveUse, ...]:
+def _collectives(problem: Problem, names: Names, decision: Decision) -> tuple[CollectiveUse, ...]:
     """Every redistribution that was priced."""
     out = []
-    for (v, direction), arcs in sorted(decision.arcs.items()):
-        for a in sorted(arcs):
-            value = problem.values[v].name
-            steps, itemsize = names.steps[value, direction, a]
-            way, count = ("forward", "backward")[direction], names.quotient.count(value)
-            out += [CollectiveUse(s.kind, s.axes, s.wire_bytes(mesh, 1) * itemsize, value, way, count) for s in steps]
+    for v, direction, arc in _arcs(problem, decision):
+        value = problem.values[v].name
+        itemsize, way, count = names.itemsize[value], ("forward", "backward")[direction], names.quotient.count(value)
+        steps = names.steps(v, arc)
+        out += [CollectiveUse(s.kind, s.axes, s.wire_bytes(names.mesh, 1) * itemsize, value, way, count) for s in steps]
     return tuple(out)
 
 
 def blocking(problem: Problem, names: Names, decision: Decision) -> int:
     """How many collectives compute waits for: those that are charged to it. (Those of parameters and gradients overlap.)"""
     found = 0
-    for (v, direction), arcs in decision.arcs.items():
-        value = problem.values[v]
-        flow = (value.forward, value.backward)[direction]
-        assert flow is not None
-        for a in arcs:
-            if any(problem.accounts[account].resource == "compute" for account in flow.arcs[a].times):
-                steps, _ = names.steps[value.name, direction, a]
-                found += names.quotient.count(value.name) * sum(s.kind != "slice" for s in steps)
+    for v, _, arc in _arcs(problem, decision):
+        if any(problem.accounts[account].resource == "compute" for account in arc.times):
+            found += names.quotient.count(problem.values[v].name) * sum(s.kind != "slice" for s in names.steps(v, arc))
     return found
+
+
+def _arcs(problem: Problem, decision: Decision) -> Iterator[tuple[int, int, Arc]]:
+    """(value, direction, arc) of what is redistributed."""
+    for (v, direction), arcs in sorted(decision.arcs.items()):
+        flow = (problem.values[v].forward, problem.values[v].backward)[direction]
+        assert flow is not None
+        for a in sorted(arcs):
+            yield v, direction, flow.arcs[a]
 
 
 def _read_at(problem: Problem, names: Names, decision: Decision, tensor: str, shape: tuple[int, ...]) -> Placement:

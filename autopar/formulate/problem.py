@@ -57,14 +57,21 @@ class Names:
 
     quotient: Quotient
     clusters: Clusters
+    mesh: Mesh
     storage: dict[str, tuple[int, list[Storage]]] = field(default_factory=dict)  # parameter's tensor -> (choice, its options)
     inputs: int = -1
     input_options: list[tuple[str, ...]] = field(default_factory=list)  # data axes per option
     value_of: dict[str, int] = field(default_factory=dict)  # value -> its index
     nodes: list[list[Placement]] = field(default_factory=list)  # per value
     reruns: list[tuple[str, int]] = field(default_factory=list)  # class, segment
-    steps: dict[tuple[str, int, int], tuple[list[Step], float]] = field(default_factory=dict)  # (value, direction, arc) -> steps, itemsize
+    itemsize: dict[str, float] = field(default_factory=dict)  # value -> bytes of an element
     merged: frozenset[str] = frozenset()  # values whose nodes stand for sizes
+
+    def steps(self, v: int, arc: Arc) -> list[Step]:
+        """The collectives of an arc of value `v`."""
+        found = moved(self.nodes[v][arc.src], self.nodes[v][arc.dst], self.mesh)
+        assert found is not None
+        return found
 
 
 def formulate(q: Quotient, rules: Mapping[str, Rule], mesh: Mesh, cost: Cost, setting: Setting) -> tuple[Problem, Names]:
@@ -104,9 +111,8 @@ class Formulator:
         self.accounts = [Account(s, r) for s in range(len(STAGES)) for r in RESOURCES]
         self.wires: dict[str, _Wire] = {}
         self.choices: list[tuple[str, tuple[str, ...], list[dict[int, float]]]] = []
-        self.names = Names(q, self.cl)
-        self.moves: dict[tuple[Placement, Placement], list[Step] | None] = {}
-        self.sent: dict[tuple[Placement, Placement, float], list[tuple[str, float]]] = {}
+        self.names = Names(q, self.cl, mesh)
+        self.known_sent: dict[tuple[Placement, Placement, float], list[tuple[str, float]] | None] = {}
         self.known: dict[Placement, Placement] = {}  # equal placements are one object: tables find it without comparing
         self.param_of = {t.name: n for n, t in graph.params.items()}
         self.params_of_grad: dict[str, list[str]] = defaultdict(list)
@@ -160,7 +166,7 @@ class Formulator:
         self.names.nodes = [list(w.nodes) for w in self.wires.values()]
         choices = tuple(Choice(n, labels, tuple(times)) for n, labels, times in self.choices)
         problem = Problem(STAGES, tuple(self.accounts), choices, tuple(values), tuple(made_again), (), self.setting.budget_bytes)
-        return rows(self, self.renumbered(problem, trim(problem))), self.names
+        return rows(self, trim(problem)), self.names
 
     def drop(self, room_s: float) -> None:
         kept: list[list[int]] = []
@@ -175,20 +181,6 @@ class Formulator:
     def all_strategies(self, chosen: Sequence[int]) -> tuple[int, ...]:
         """`chosen`, of the strategies that were not dropped, as indices of all."""
         return tuple(self.kept[c][s] if c < len(self.kept) else s for c, s in enumerate(chosen))
-
-    def renumbered(self, old: Problem, new: Problem) -> Problem:
-        """`new`, which has some of the arcs of `old`, with the steps of its arcs under their new numbers."""
-        if new is old:
-            return new
-        steps = {}
-        for was, now in zip(old.values, new.values, strict=True):
-            for stage, before, after in ((0, was.forward, now.forward), (1, was.backward, now.backward)):
-                if before is not None and after is not None:
-                    number = {(arc.src, arc.dst): a for a, arc in enumerate(before.arcs)}
-                    for a, arc in enumerate(after.arcs):
-                        steps[now.name, stage, a] = self.names.steps[now.name, stage, number[arc.src, arc.dst]]
-        self.names.steps = steps
-        return new
 
     def choice(self, name: str, labels: Sequence[str], times: list[dict[int, float]]) -> int:
         self.choices.append((name, tuple(labels), times))
@@ -449,47 +441,45 @@ class Formulator:
 
     def arcs(self, w: _Wire, have: set[int], want: set[int], stage: int) -> tuple[Arc, ...]:
         places = [self.known.setdefault(p, p) for p in w.nodes]
-        itemsize = w.nbytes / max(1, math.prod(places[0].shape)) if places else 0.0
+        itemsize = self.names.itemsize[w.name] = w.nbytes / max(1, math.prod(places[0].shape)) if places else 0.0
         out = []
         for src in sorted(have):
             for dst in sorted(want):
                 if src != dst:
-                    steps = self.move(places[src], places[dst])
-                    if steps is not None:
-                        self.names.steps[w.name, stage, len(out)] = (steps, itemsize)
-                        out.append(Arc(src, dst, self.times(places[src], places[dst], steps, itemsize, w, stage)))
+                    sent = self.sent(places[src], places[dst], itemsize)
+                    if sent is not None:
+                        out.append(Arc(src, dst, self.times(sent, w, stage)))
         return tuple(out)
 
-    def move(self, src: Placement, dst: Placement) -> list[Step] | None:
-        """The collectives from `src` to `dst`, None if there are none (a Partial cannot be made)."""
-        key = (src, dst)
-        if key not in self.moves:
-            self.moves[key] = self._move(src, dst)
-        return self.moves[key]
+    def sent(self, src: Placement, dst: Placement, itemsize: float) -> list[tuple[str, float]] | None:
+        """The link and the seconds of every collective from `src` to `dst`."""
+        key = (src, dst, itemsize)
+        if key not in self.known_sent:
+            steps = moved(src, dst, self.mesh)
+            costs = (self.cost.collective(s.kind, s.axes, s.wire_bytes(self.mesh, 1) * itemsize) for s in steps or () if s.kind != "slice")
+            self.known_sent[key] = None if steps is None else [(c.link, c.seconds) for c in costs]
+        return self.known_sent[key]
 
-    def _move(self, src: Placement, dst: Placement) -> list[Step] | None:
-        if any(src.reductions.get(a) != r for a, r in dst.partial):
-            return None
-        if src.shape == dst.shape:
-            return redistribute(src, dst, self.mesh)
-        if math.prod(src.shape) > math.prod(dst.shape):  # padded storage: gathered, cut, then sliced
-            whole = Placement.of(src.shape)
-            return redistribute(src, whole, self.mesh) + redistribute(Placement.of(dst.shape), dst, self.mesh)
-        axes = {s.axis for s in dst.splits}
-        middle = Placement.of(src.shape)
-        for a in sorted(axes):
-            middle = middle.with_axis(a, "sum" if src.reductions.get(a) else None)
-        padded = Placement(dst.shape, (), middle.partial)
-        return redistribute(src, middle, self.mesh) + redistribute(padded, dst, self.mesh)
-
-    def times(self, src: Placement, dst: Placement, steps: Sequence[Step], itemsize: float, w: _Wire, stage: int) -> dict[int, float]:
-        sent = self.sent.get((src, dst, itemsize))
-        if sent is None:
-            costs = [self.cost.collective(s.kind, s.axes, s.wire_bytes(self.mesh, 1) * itemsize) for s in steps if s.kind != "slice"]
-            sent = self.sent[src, dst, itemsize] = [(c.link, c.seconds) for c in costs]
+    def times(self, sent: Sequence[tuple[str, float]], w: _Wire, stage: int) -> dict[int, float]:
         out: dict[int, float] = {}
         for link, seconds in sent:
             for resource in (link,) if w.overlaps else (link, "compute"):
                 a = self.account(stage, resource)
                 out[a] = out.get(a, 0.0) + w.count * seconds
         return out
+
+
+def moved(src: Placement, dst: Placement, mesh: Mesh) -> list[Step] | None:
+    """The collectives from `src` to `dst`, None if there are none (a Partial cannot be made)."""
+    if any(src.reductions.get(a) != r for a, r in dst.partial):
+        return None
+    if src.shape == dst.shape:
+        return redistribute(src, dst, mesh)
+    if math.prod(src.shape) > math.prod(dst.shape):  # padded storage: gathered, cut, then sliced
+        return redistribute(src, Placement.of(src.shape), mesh) + redistribute(Placement.of(dst.shape), dst, mesh)
+    axes = {s.axis for s in dst.splits}
+    middle = Placement.of(src.shape)
+    for a in sorted(axes):
+        middle = middle.with_axis(a, "sum" if src.reductions.get(a) else None)
+    padded = Placement(dst.shape, (), middle.partial)
+    return redistribute(src, middle, mesh) + redistribute(padded, dst, mesh)
