@@ -116,12 +116,12 @@ def explain_graph(
 
     title = f"{asked.said}: {placement}"
     try:
-        instead = Stages(folded, merged, cluster, setting, limits, progress, as_asked).run()
+        instead = Stages(folded, merged, cluster, setting, limits, progress, as_asked).run(merge=False)
     except _Cannot as e:
         return Explanation("cannot", f"{title}\nIt cannot be: {e}")
     except TimeoutError as e:
         raise AutoparError(f"The solver found no plan: {e}", fix="give it more time (--time-limit)") from e
-    found = Stages(folded, merged, cluster, setting, limits, progress, as_planned).run()
+    found = Stages(folded, merged, cluster, setting, limits, progress, as_planned).run(merge=False)
     return _answer(title, asked, wishes, folded, mesh, setting, found, instead)
 
 

@@ -8,7 +8,8 @@ Three axes and more. An operator has tens of strategies there and a tensor as ma
 of thousands of variables. But few good plans use every axis for something else. So axes are merged: first all into one, then into two;
 each is the same problem with fewer strategies, at the same prices, and its answer is an answer of the whole. How good it is is said
 against a bound of the whole (`formulate.ideal`). Where that leaves a gap, the whole program is solved without what cannot be in an answer better than
-the best so far (`solver.prune`): a few percent of it. All ends as soon as the gap is reached.
+the best so far (`solver.prune`): a few percent of it. All ends as soon as the gap is reached. Two axes whose program has no answer in time are merged
+into one as well.
 """
 
 from __future__ import annotations
@@ -111,16 +112,24 @@ class Stages:
     def left(self) -> Limits:
         return replace(self.limits, seconds=max(1.0, self.limits.seconds - (time.perf_counter() - self.start)))
 
-    def run(self) -> Found:
-        """Raises TimeoutError when the clock stopped before any answer."""
+    def run(self, merge: bool = True) -> Found:
+        """merge: whether axes may be merged where the program of all of them is too large, or has no answer in time: the first that is merged
+        then has as much time again. Raises TimeoutError when the clock stopped before any answer."""
         self.start = time.perf_counter()
         # A program is a million small objects that all stay: looking for garbage among them took a third of the time.
         collecting = gc.isenabled()
         gc.disable()
         try:
             v = self.view()
-            whole = sum(n > 1 for n in self.mesh.parents.values()) <= WHOLE_AXES
-            return self.on(v, self.mesh) if whole else self.by_merging(v)
+            axes = sum(n > 1 for n in self.mesh.parents.values())
+            if axes > WHOLE_AXES and merge:
+                return self.by_merging(v)
+            try:
+                return self.on(v, self.mesh)
+            except NoAnswer as e:
+                if axes < 2 or not merge:
+                    raise
+                return self.without_an_answer(v, e.bound_s)
         finally:
             if collecting:
                 gc.enable()
@@ -223,6 +232,17 @@ class Stages:
 
     # ---- many axes -------------------------------------------------------------------------------------------------
 
+    def without_an_answer(self, v: _View, bound_s: float) -> Found:
+        """An answer on one axis, all of them merged, which takes little time. bound_s: of the whole, as far as it came."""
+        self.start = time.perf_counter()
+        smaller = next(merged(self.mesh))
+        bound_s = max(bound_s, self.ideal(v, smaller))
+        found = self.on(v, smaller)
+        if isinstance(found.answer, Solution):
+            bound_s = min(bound_s, found.answer.objective_s)
+            found = replace(found, answer=replace(found.answer, bound_s=bound_s, stopped_by="time"))
+        return found
+
     def by_merging(self, v: _View) -> Found:
         bound = -1.0
         best: Found | None = None
@@ -230,10 +250,7 @@ class Stages:
             if best is not None and time.perf_counter() - self.start > self.limits.seconds:
                 break
             if bound < 0:
-                began = time.perf_counter()
-                f, problem = self.formulated(v, smaller)
-                bound = least(ideal(f, problem, Formulator(v.q, v.rules, self.mesh, v.cost, self.setting)), self.left)
-                self.tell("bound", time.perf_counter() - began)
+                bound = self.ideal(v, smaller)
             try:
                 found = self.on(v, smaller, coarse=True)
             except TimeoutError:
@@ -247,7 +264,8 @@ class Stages:
             if isinstance(best.answer, Solution) and best.answer.gap <= max(self.limits.gap, NEAR):
                 break
         assert best is not None
-        if isinstance(best.answer, Solution) and self.limits.gap < best.answer.gap <= FAR:
+        late = time.perf_counter() - self.start > self.limits.seconds / 2
+        if isinstance(best.answer, Solution) and self.limits.gap < best.answer.gap <= FAR and not late:
             best = self.pruned(v, best, bound)
         if isinstance(best.answer, Solution):
             best = replace(best, answer=replace(best.answer, seconds=time.perf_counter() - self.start))
@@ -255,6 +273,14 @@ class Stages:
             spent = time.perf_counter() - self.start > self.limits.seconds
             best = replace(best, answer=replace(best.answer, stopped_by="time" if spent else "axes"))
         return best
+
+    def ideal(self, v: _View, smaller: Mesh) -> float:
+        """A bound of the whole. smaller: its mesh with axes merged."""
+        began = time.perf_counter()
+        f, problem = self.formulated(v, smaller)
+        bound_s = least(ideal(f, problem, Formulator(v.q, v.rules, self.mesh, v.cost, self.setting)), self.left)
+        self.tell("bound", time.perf_counter() - began)
+        return bound_s
 
     def pruned(self, v: _View, best: Found, bound_s: float) -> Found:
         """The whole program without what no answer better than `best` has: a better answer or a better bound, where time allows.

@@ -12,6 +12,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,15 +54,24 @@ def captured(name: str, layers: int = 2) -> tuple[Prepared, dict[str, torch.Tens
 
 
 @functools.cache
-def _planned(name: str, mesh: tuple[tuple[str, int], ...], budget_bytes: float, layers: int, links: str) -> Planned:
+def _planned(name: str, mesh: tuple[tuple[str, int], ...], budget_bytes: float, layers: int, links: str, seconds: float) -> Planned:
     p, _ = captured(name, layers)
     trainable = frozenset(n for n, q in p.model.named_parameters() if q.requires_grad)
     devices = math.prod(n for _, n in mesh)
-    return plan_graph(p.graph, dict(mesh), LINKS[links](devices), Setting(trainable, budget_bytes=budget_bytes), LIMITS)
+    return plan_graph(
+        p.graph, dict(mesh), LINKS[links](devices), Setting(trainable, budget_bytes=budget_bytes), replace(LIMITS, seconds=seconds)
+    )
 
 
-def planned(name: str, mesh: dict[str, int], budget_bytes: float = float("inf"), layers: int = 2, links: str = "even") -> Planned:
-    return _planned(name, tuple(mesh.items()), budget_bytes, layers, links)
+def planned(
+    name: str,
+    mesh: dict[str, int],
+    budget_bytes: float = float("inf"),
+    layers: int = 2,
+    links: str = "even",
+    seconds: float = LIMITS.seconds,
+) -> Planned:
+    return _planned(name, tuple(mesh.items()), budget_bytes, layers, links, seconds)
 
 
 def check(name: str, mesh: dict[str, int], found: Planned, layers: int = 2) -> None:

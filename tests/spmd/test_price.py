@@ -36,13 +36,15 @@ from tests.spmd.test_planned import LINKS, NAMES, captured, planned
 EXACT = 1e-6
 STATE_BYTES = Setting(frozenset()).state_bytes
 AXES = {1: "dp=4", 2: "dp=2,tp=2", 3: "a=2,b=2,c=2"}
-# Not all models on all meshes: the test is of the price, and the solver takes minutes for some.
+# Any plan will do on two axes and three: the test is of the price, and the solver would take minutes for the best of some.
+SECONDS = {1: 300.0, 2: 60.0, 3: 10.0}
 CASES = [
     *((n, 1, "even") for n in NAMES),
-    *((n, 2, "even") for n in NAMES if n not in ("t5", "bert")),
+    *((n, 2, "even") for n in NAMES if n != "t5"),
     *((n, 2, "latencies") for n in ("qwen3", "gemma3", "vit", "mixtral")),
     *((n, 2, "nodes") for n in ("llama", "gpt2", "mixtral", "convnet")),
-    *((n, 3, links) for n, links in (("llama", "nodes"), ("convnet", "nodes"), ("convnet", "even"), ("lora", "even"))),
+    *((n, 3, "nodes") for n in NAMES if n != "t5"),
+    ("convnet", 3, "even"),
 ]
 LITTLE = ["llama", "convnet"]
 
@@ -54,7 +56,7 @@ def mesh_of(text: str) -> dict[str, int]:
 @functools.cache
 def priced(name: str, axes: str, budget_bytes: float = math.inf, links: str = "even") -> tuple[Planned, Price, Parts]:
     mesh, (p, _) = mesh_of(axes), captured(name)
-    found = planned(name, mesh, budget_bytes, links=links)
+    found = planned(name, mesh, budget_bytes, links=links, seconds=SECONDS[len(mesh)])
     devices = math.prod(mesh.values())
     with fake_world(devices):
         parts = overlap(simulated(p, mesh, found.plan).parts, "sim")

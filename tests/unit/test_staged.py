@@ -1,0 +1,64 @@
+"""In which programs a step is solved, where one has no answer in time or axes are many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import staged
+from autopar.errors import AutoparError
+from autopar.solver.solve import NoAnswer
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(1024, 4096), nn.Linear(4096, 1024)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(torch.relu(self.up(x))).square().mean()
+        return out
+
+
+def planned(mesh: str, **kw: Any) -> autopar.Plan:
+    return autopar.plan(Net(), {"x": torch.empty(1 << 14, 1024, device="meta")}, "h100:8", mesh, **kw)
+
+
+def test_two_axes_without_an_answer_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is one of the whole mesh, no better than the whole program's, and so is the bound."""
+    best = planned("4x2")
+    true, left = staged.look, [True]
+
+    def no_time(*args: Any, **kw: Any) -> Any:
+        if left.pop() if left else False:
+            raise NoAnswer("no answer within 60 s", 1e-9)
+        return true(*args, **kw)
+
+    monkeypatch.setattr(staged, "look", no_time)
+    merged = planned("4x2")
+    assert not left and merged.mesh_axes == best.mesh_axes and merged.solver["stopped_by"] == "time"
+    assert float(merged.solver["bound_s"]) <= best.predicted["step_time_s"] * (1 + 1e-9) <= merged.predicted["step_time_s"] * (1 + 0.011)
+    assert float(merged.solver["bound_s"]) > 0 and 0 <= float(merged.solver["gap"]) < 1
+
+
+def test_one_axis_without_an_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_time(*args: Any, **kw: Any) -> Any:
+        raise NoAnswer("no answer within 60 s", 1e-9)
+
+    monkeypatch.setattr(staged, "look", no_time)
+    with pytest.raises(AutoparError, match=r"no answer within 60 s(?s:.*)more time"):
+        planned("8")
+
+
+def test_the_whole_of_three_axes_is_no_worse_than_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left out for being dearer than a known answer changes no optimum: merged axes alone are never better, and proven less good."""
+    whole = planned("2x2x2", options={"gap": 1e-4, "seconds": 120})
+    monkeypatch.setattr(staged.Stages, "pruned", lambda self, v, best, bound_s: best)
+    merged = planned("2x2x2", options={"gap": 1e-4, "seconds": 120})
+    assert whole.predicted["step_time_s"] <= merged.predicted["step_time_s"] * (1 + 1e-9)
+    assert float(whole.solver["gap"]) <= 1e-4 < 1e-3 < float(merged.solver["gap"])
+    assert float(whole.solver["bound_s"]) <= whole.predicted["step_time_s"] * (1 + 1e-9)
