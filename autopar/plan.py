@@ -124,6 +124,9 @@ class Plan:
         object.__setattr__(self, "_why", why)
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "_why"}
+
     def __str__(self) -> str:
         return self.text()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 import autopar
 from autopar import staged
 from autopar.errors import AutoparError
+from autopar.plan_schema import dumps, loads
 from autopar.solver.solve import NoAnswer
 
 
@@ -62,3 +64,15 @@ def test_the_whole_of_three_axes_is_no_worse_than_merged(monkeypatch: pytest.Mon
     assert whole.predicted["step_time_s"] <= merged.predicted["step_time_s"] * (1 + 1e-9)
     assert float(whole.solver["gap"]) <= 1e-4 < 1e-3 < float(merged.solver["gap"])
     assert float(whole.solver["bound_s"]) <= whole.predicted["step_time_s"] * (1 + 1e-9)
+
+
+def test_a_plan_explains_itself() -> None:
+    """As `autopar.explain` does, which plans anew. A copy that went through a file or a pickle is the same plan and says where to ask."""
+    plan = planned("8")
+    answer = plan.explain("up", "dp:out")
+    asked = autopar.explain(Net(), {"x": torch.empty(1 << 14, 1024, device="meta")}, "h100:8", "8", op="up", placement="dp:out")
+    assert answer == asked and answer.verdict in ("costs", "does")
+    for copy in (loads(dumps(plan)), pickle.loads(pickle.dumps(plan))):
+        assert copy == plan
+        with pytest.raises(AutoparError, match=r"autopar\.explain"):
+            copy.explain("up", "dp:out")
