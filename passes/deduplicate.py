@@ -2,8 +2,7 @@
 
 The shard pass already shares redistributions of one tensor; this finds those of tensors that are equal (a weight seen through two
 transposes, masks built anew in every layer), so no collective is issued twice for the same data. Only across nodes of one direction:
-merging a backward node into forward would change what is saved. Nor what operators draw at random on the way to their results: their counters are
-alike, and one drawn early for all would live as long as a layer.
+merging a backward node into forward would change what is saved.
 
 Requires: local. Provides: deduplicated. Bitwise.
 """
@@ -22,8 +21,7 @@ def deduplicate(gm: fx.GraphModule) -> fx.GraphModule:
     for n in list(gm.graph.nodes):
         if n.op != "call_function" or not _torch.is_pure(n):
             continue
-        drawn_by = n.meta["op"] if n.meta.get("random") else ""
-        key = (str(n.target), n.meta["direction"], drawn_by, _freeze(n.args), _freeze(n.kwargs))
+        key = (str(n.target), n.meta["direction"], _freeze(n.args), _freeze(n.kwargs))
         first = seen.setdefault(key, n)
         if first is not n:
             n.replace_all_uses_with(first)

@@ -92,7 +92,6 @@ class _Sharder:
         self.collectives: list[CollectiveUse] = []
         self.traces: dict[Any, fx.GraphModule] = {}
         self.random_ops = 0
-        self.drawing = False  # whether calls are traced for an operator that draws random numbers
         self.in_roles: list[Role] = []
         self.coordinates: dict[str, fx.Node] = {}
         self.done_grads: dict[str, fx.Node | None] = {}
@@ -117,8 +116,6 @@ class _Sharder:
 
     def stamp(self, node: fx.Node) -> None:
         node.meta["direction"], node.meta["op"] = self.direction, self.current
-        if self.drawing:
-            node.meta["random"] = True
 
     def trace(self, fn: Callable[..., Any], nodes: Sequence[fx.Node], key: Any) -> Any:
         """Inlines `fn(*nodes)`, written in torch ops; equal keys and operand layouts are traced once."""
@@ -287,11 +284,7 @@ class _Sharder:
             return local.apply(ctx, target, tuple(a), dict(k))
 
         key = (op.target, _constants(op), tuple(sorted(strategy.items())), want, made, index if is_random else -1)
-        self.drawing = is_random
-        try:
-            return self.trace(fn, [*operands, *extra], key)
-        finally:
-            self.drawing = False
+        return self.trace(fn, [*operands, *extra], key)
 
     # ---- parameters ------------------------------------------------------------------------------------------
 
