@@ -72,10 +72,10 @@ def plan(
     """
     tell = _Stages(progress)
     t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, memory, tell, fork)
-    made = plan_graph(t.folded, t.mesh_axes, t.cluster, t.setting, Limits(**(options or {})), tell, layout).plan  # type: ignore[arg-type]
+    limits = Limits(**(options or {}))  # type: ignore[arg-type]
+    made = plan_graph(t.folded, t.mesh_axes, t.cluster, t.setting, limits, tell, layout).plan
     made = _of_the_whole(made, t.folded, model)
     tell.rest()
-    limits = Limits(**(options or {}))  # type: ignore[arg-type]
     return made.explained_by(
         lambda op, placement: explain_graph(t.folded, t.mesh_axes, t.cluster, t.setting, op, placement, limits, None, layout)
     )

@@ -40,10 +40,8 @@ WORTH = 1e-3  # a gap, relative, that cutting the layers into segments is tried 
 FIRST = (0.0, 0.5, 0.25, 0.75)  # shares of the layers at which a cut is first looked for
 NEAR = 0.08  # a gap, relative, from which the whole program is tried without what cannot be better
 FAR = 0.3  # a gap, relative, with which too little could be left out
-SHARES = (
-    0.25,
-    0.02,
-)  # of the gap that may stay, so much for the solver of the program that gives the bound: at first, and if that is too much
+# Of the gap that may stay, so much for the solver of the program that gives the bound: at first, and if that is too much.
+SHARES = (0.25, 0.02)
 TOO_MANY = 150_000  # arcs: more do not fit the time nor the memory that planning may take
 Tell = Callable[[str, float], None]
 Restrict = Callable[[Problem, Names, Mapping[str, Rule], Mesh], Problem]
@@ -140,7 +138,7 @@ class Stages:
         """coarse: an answer will do that is not the best cut of the layers."""
         start = time.perf_counter()
         f, problem = self.formulated(v, mesh)
-        seen = look(replace(problem, rows=f.loose), problem, self.left, self.tell)
+        seen = look(replace(problem, rows=problem.loose), problem, self.left, self.tell)
         if seen is None:
             return self.poor(v, mesh, f, problem, -1.0, None)
         again = {
@@ -289,11 +287,11 @@ class Stages:
         assert isinstance(best.answer, Solution)
         known, ideal_s = best.answer.objective_s, bound_s
         f, problem = self.formulated(v, self.mesh, room_s=known - ideal_s, trim=lambda p: prune(p, ideal_s, known))
+        if sum(len(flow.arcs) for value in problem.values for flow in (value.forward, value.backward) if flow) > TOO_MANY:
+            return best
         for share in SHARES:
-            if sum(len(flow.arcs) for value in problem.values for flow in (value.forward, value.backward) if flow) > TOO_MANY:
-                return best
             try:
-                seen = look(replace(problem, rows=f.loose), problem, replace(self.left, gap=self.limits.gap * share), self.tell)
+                seen = look(replace(problem, rows=problem.loose), problem, replace(self.left, gap=self.limits.gap * share), self.tell)
             except NoAnswer as e:
                 return replace(best, answer=replace(best.answer, bound_s=max(bound_s, min(best.answer.objective_s, e.bound_s))))
             assert isinstance(best.answer, Solution)

@@ -122,6 +122,7 @@ class Problem:
     constant_s: float = 0.0
     forbidden: frozenset[tuple[int, int]] = field(default_factory=frozenset)  # (choice, strategy)
     pairs: tuple[tuple[int, int], ...] = ()  # reruns that hold more memory if both run
+    loose: tuple[Row, ...] = ()  # rows that hold for fates that are means over layers, whatever fate each has
 
 
 FORWARD, BACKWARD = 0, 1

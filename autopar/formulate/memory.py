@@ -40,8 +40,7 @@ def rows(f: Formulator, problem: Problem, ideal: bool = False) -> Problem:
     """`problem` with its memory rows. ideal: it is the relaxed one of `autopar.formulate.ideal`, where everything is split over all devices."""
     r = _Rows(f, problem, ideal)
     found = r.rows()
-    f.loose = tuple(r.loose)
-    return replace(problem, rows=found, pairs=r.pairs)
+    return replace(problem, rows=found, pairs=r.pairs, loose=tuple(r.loose))
 
 
 class _Rows:
@@ -72,6 +71,7 @@ class _Rows:
         self.index: dict[Key, int] = {}
         self.pairs: tuple[tuple[int, int], ...] = ()
         self.loose: list[Row] = []
+        self.known_sizes: dict[int, dict[int, float]] = {}
         self.spans: list[tuple[int, int, int, float]] = []  # variable, first, last position, bytes
         self.entries: list[tuple[int, np.ndarray, np.ndarray]] = []  # variable, positions, bytes: where copies hold some
 
@@ -136,16 +136,20 @@ class _Rows:
             self.loose = [Row(name, 0.0, tuple(sorted(terms.items()))) for name, terms in [*kept, *_undominated(loosened, kept)]]
         return tuple(Row(name, 0.0, tuple(sorted(terms.items()))) for name, terms in found)
 
+    @cached_property
+    def members(self) -> dict[int, int]:
+        """Value -> how many tensors of the program it is."""
+        return {v: sum(self.f.q.tensor_times[t] for t in self.f.q.members[value.name]) for v, value in enumerate(self.problem.values)}
+
     def loosened(self, terms: dict[Key, float]) -> dict[Key, float]:
         """What a row of the last layers says of fates that are means over all layers. (Of others it says little.)"""
         out: dict[Key, float] = defaultdict(float)
         freed: dict[int, float] = defaultdict(float)  # value -> of how many layers it is gone
         for key, nbytes in terms.items():
-            if key[0] == "x" or (key[0] == "e" and (key[2] == 0 or self.same_for_all_layers(key[1]))):
+            if key[0] == "x" or (key[0] == "e" and (key[2] == 0 or key[1] in self.same_for_all_layers)):
                 out[key] += nbytes
             elif key[0] == "y":
-                times = sum(self.f.q.tensor_times[t] for t in self.f.q.members[self.problem.values[key[1]].name])
-                each = self.sizes(key[1])[key[2]]
+                times, each = self.members[key[1]], self.sizes(key[1])[key[2]]
                 if nbytes > (times - 2.001) * each:
                     out[key] = times * each
                     freed[key[1]] = max(freed[key[1]], times - nbytes / each)
@@ -158,13 +162,13 @@ class _Rows:
                             out["x", end.choice, s] -= n * sizes[node]
         return out
 
-    def same_for_all_layers(self, v: int) -> bool:
-        """Whether what backward brings of the value is the same whatever is made again: it is not kept, and reruns read it as backward does."""
-        value = self.problem.values[v]
-        if value.backward is None or value.fates or v in self.remade:
-            return False
-        present = {(end.choice, end.nodes) for end in value.backward.demands}
-        return all((r.choice, nodes) in present for r in self.problem.reruns for w, nodes in r.reads if w == v)
+    @cached_property
+    def same_for_all_layers(self) -> set[int]:
+        """Values of which backward brings the same whatever is made again: they are not kept, and reruns read them as backward does."""
+        flows = {v: value.backward for v, value in enumerate(self.problem.values) if not value.fates and v not in self.remade}
+        present = {v: {(end.choice, end.nodes) for end in flow.demands} for v, flow in flows.items() if flow is not None}
+        other = {v for r in self.problem.reruns for v, nodes in r.reads if (r.choice, nodes) not in present.get(v, ())}
+        return present.keys() - other
 
     def add(self, key: Key, nbytes: float, first: int, last: int, tensor: str = "", grows: bool = False) -> None:
         """Bytes of `tensor` from position `first` to `last`.
@@ -204,10 +208,12 @@ class _Rows:
 
     def sizes(self, v: int) -> dict[int, float]:
         """Bytes of one tensor of value `v`, per node."""
-        wire = self.f.wires[self.problem.values[v].name]
-        if self.ideal:
-            return {0: wire.nbytes / self.mesh.size}
-        return {n: wire.nbytes * math.prod(p.local_shape(self.mesh)) / max(1, math.prod(p.shape)) for n, p in enumerate(wire.nodes)}
+        if v not in self.known_sizes:
+            wire = self.f.wires[self.problem.values[v].name]
+            whole = {n: math.prod(p.local_shape(self.mesh)) / max(1, math.prod(p.shape)) for n, p in enumerate(wire.nodes)}
+            shares = {0: 1 / self.mesh.size} if self.ideal else whole
+            self.known_sizes[v] = {n: wire.nbytes * share for n, share in shares.items()}
+        return self.known_sizes[v]
 
     def tensor(self, v: int, tensor: str) -> None:
         f, value = self.f, self.problem.values[v]

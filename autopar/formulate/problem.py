@@ -29,7 +29,7 @@ from autopar.placement import Placement
 from autopar.redistribution import Step, redistribute
 from autopar.rules.grammar import Rule
 from autopar.rules.strategy import letter_at, right_of
-from autopar.solver.problem import Account, Arc, Choice, End, Flow, Problem, Rerun, Row, Value
+from autopar.solver.problem import Account, Arc, Choice, End, Flow, Problem, Rerun, Value
 from autopar.storage import batch_placements
 
 RESOURCES = ("compute", "intra", "inter")
@@ -119,7 +119,6 @@ class Formulator:
         for p, grad in graph.grads.items():
             self.params_of_grad[grad].append(p)
         self.renamed: dict[str, list[int]] = {}
-        self.loose: tuple[Row, ...] = ()  # the memory rows that hold whatever fate each layer has
         self.readers: dict[str, list[Op]] = defaultdict(list)
         for op in graph.ops:
             for t in dict.fromkeys(op.inputs):
