@@ -134,10 +134,10 @@ class Stages:
 
     # ---- one program -----------------------------------------------------------------------------------------------
 
-    def on(self, v: _View, mesh: Mesh, coarse: bool = False) -> Found:
-        """coarse: an answer will do that is not the best cut of the layers."""
+    def on(self, v: _View, mesh: Mesh, coarse: bool = False, made: tuple[Formulator, Problem] | None = None) -> Found:
+        """coarse: an answer will do that is not the best cut of the layers. made: the formulation, if there is one already."""
         start = time.perf_counter()
-        f, problem = self.formulated(v, mesh)
+        f, problem = made or self.formulated(v, mesh)
         seen = look(replace(problem, rows=problem.loose), problem, self.left, self.tell)
         if seen is None:
             return self.poor(v, mesh, f, problem, -1.0, None)
@@ -234,8 +234,9 @@ class Stages:
         """An answer on one axis, all of them merged, which takes little time. bound_s: of the whole, as far as it came."""
         self.start = time.perf_counter()
         smaller = next(merged(self.mesh))
-        bound_s = max(bound_s, self.ideal(v, smaller))
-        found = self.on(v, smaller)
+        made = self.formulated(v, smaller)
+        bound_s = max(bound_s, self.ideal(v, *made))
+        found = self.on(v, smaller, made=made)
         if isinstance(found.answer, Solution):
             bound_s = min(bound_s, found.answer.objective_s)
             found = replace(found, answer=replace(found.answer, bound_s=bound_s, stopped_by="time"))
@@ -247,10 +248,11 @@ class Stages:
         for smaller in merged(self.mesh):
             if best is not None and time.perf_counter() - self.start > self.limits.seconds:
                 break
+            made = self.formulated(v, smaller)
             if bound < 0:
-                bound = self.ideal(v, smaller)
+                bound = self.ideal(v, *made)
             try:
-                found = self.on(v, smaller, coarse=True)
+                found = self.on(v, smaller, True, made)
             except TimeoutError:
                 if best is None:
                     raise
@@ -272,10 +274,9 @@ class Stages:
             best = replace(best, answer=replace(best.answer, stopped_by="time" if spent else "axes"))
         return best
 
-    def ideal(self, v: _View, smaller: Mesh) -> float:
-        """A bound of the whole. smaller: its mesh with axes merged."""
+    def ideal(self, v: _View, f: Formulator, problem: Problem) -> float:
+        """A bound of the whole. f, problem: of its mesh with axes merged."""
         began = time.perf_counter()
-        f, problem = self.formulated(v, smaller)
         bound_s = least(ideal(f, problem, Formulator(v.q, v.rules, self.mesh, v.cost, self.setting)), self.left)
         self.tell("bound", time.perf_counter() - began)
         return bound_s
