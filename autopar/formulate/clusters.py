@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.formulate.cuts import letter_cuts
+from autopar.formulate.loops import Loops
 from autopar.formulate.options import OpStrategy, strategies
 from autopar.graph import Graph, Op, Tensor
 from autopar.mesh import Mesh
 from autopar.placement import Placement
 from autopar.rules.grammar import Rule
-from autopar.rules.strategy import is_legal, letter_at, placements, right_of
+from autopar.rules.strategy import is_legal, letter_at, placements
 
 DEPTH = 6  # how many cheap ops a reduction is looked for
 
@@ -78,6 +79,11 @@ class _Builder:
             for t in dict.fromkeys(op.inputs):
                 self.readers.setdefault(t.name, []).append(op)
         self.chain: dict[str, tuple[str, tuple[Op, ...]]] = {t.name: (t.name, ()) for t in graph.params.values()}
+        for op in graph.ops:
+            if self.is_chain(op):
+                param, ops = self.chain[op.inputs[0].name]
+                self.chain[op.out.name] = (param, (*ops, op))
+        self.loops = Loops(graph, rules, self.maker, self.readers, self.chain)
         self.clusters: list[Cluster] = []
         self.of: dict[str, int] = {}
         self.want: dict[str, list[tuple[Placement, ...]]] = {}
@@ -88,12 +94,7 @@ class _Builder:
         self.forward_heavy = [op for op in graph.ops if op.direction == "forward" and rules[op.name].is_heavy]
 
     def run(self) -> Clusters:
-        waiting: list[Op] = []
-        for op in self.graph.ops:
-            if self.is_chain(op):
-                first = op.inputs[0].name
-                self.chain[op.out.name] = (self.chain[first][0], (*self.chain[first][1], op))
-                waiting.append(op)
+        waiting = [ops[-1] for _, ops in self.chain.values() if ops]
         free = self.made_of_constants()
         chained = {op.name for op in waiting} | {op.name for op in free}
         for op in self.graph.ops:
@@ -199,11 +200,11 @@ class _Builder:
         rule = self.rules[op.name]
         if rule.kind != "matmul":
             return False
-        mine = [(self.base(t.name), t.shape) for t in op.inputs]
+        mine = [(self.loops.base(t.name), t.shape) for t in op.inputs]
         for other in self.forward_heavy:
             if other.name not in self.of or other.target != op.target or len(other.inputs) != len(op.inputs):
                 continue
-            theirs = [(self.base(t.name), t.shape) for t in other.inputs]
+            theirs = [(self.loops.base(t.name), t.shape) for t in other.inputs]
             params = [i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a[0] != b[0]]
             if [shape for _, shape in mine] == [shape for _, shape in theirs] and all(
                 t.name in self.chain for i in params for t in (op.inputs[i], other.inputs[i])
@@ -330,8 +331,8 @@ class _Builder:
     # ---- backward products follow forward's ------------------------------------------------------------------
 
     def tie(self, op: Op) -> bool:
-        for f in self.forward_of(op):
-            letters = self.letters(op, f)
+        for f in self.loops.forward_of(op, [f for f in self.forward_heavy if f.name in self.of]):
+            letters = self.loops.letters(op, f)
             if letters is None:
                 continue
             chosen = []
@@ -344,116 +345,6 @@ class _Builder:
                 if self.join(op, self.of[f.name], chosen):
                     return True
         return False
-
-    def forward_of(self, op: Op) -> list[Op]:
-        """Forward ops that `op` may be the backward of, best first: it makes the gradient of their parameter, or reads their operands."""
-        mine = {self.base(t.name) for t in op.inputs}
-        target = self.gradient_of(op)
-        out = []
-        for f in self.forward_heavy:
-            if f.name not in self.of or self.rules[f.name].kind != self.rules[op.name].kind:
-                continue
-            bases = {self.base(t.name) for t in f.inputs}
-            shared = len(mine & bases)
-            params = {b for b in bases if b in {t.name for t in self.graph.params.values()}}
-            if target is not None:
-                if target in bases:
-                    out.append((0, -shared, f))
-            elif mine & params or (shared and not params):
-                out.append((1, -shared, f))
-        return [f for _, _, f in sorted(out, key=lambda e: e[:2])]
-
-    def base(self, name: str) -> str:
-        """The tensor that `name` is a view or cast of."""
-        while name in self.maker:
-            op = self.maker[name][0]
-            if self.rules[op.name].kind != "view" or len(op.inputs) != 1:
-                break
-            name = op.inputs[0].name
-        return self.chain[name][0] if name in self.chain else name
-
-    def gradient_of(self, op: Op) -> str | None:
-        """The parameter whose gradient the first output becomes, through views and casts."""
-        grads = {g: self.graph.params[p].name for p, g in self.graph.grads.items()}
-        todo = [t.name for t in op.outputs if t is not None]
-        for _ in range(8):
-            for name in todo:
-                if name in grads:
-                    return grads[name]
-            todo = [r.out.name for name in todo for r in self.readers.get(name, ()) if len(r.inputs) == 1 and r.outputs[0] is not None]
-        return None
-
-    def letters(self, op: Op, f: Op) -> dict[str, str] | None:
-        """Letters of `f` -> letters of `op` that are the same loop."""
-        mine, theirs = self.rules[op.name].factors, self.rules[f.name].factors
-        if self.rules[op.name].kind != "matmul":
-            same = {x: x for x in theirs if x in mine and mine[x].size == theirs[x].size}
-            return same if all(x in same for x, loop in theirs.items() if loop.split and loop.size > 1) else None
-        found: dict[str, str] = {}
-        for i, t in enumerate(op.inputs):
-            for j, u in enumerate(f.inputs):
-                if self.base(t.name) != self.base(u.name):
-                    continue
-                for x in [y for d in self.rules[f.name].inputs[j] for y in d]:
-                    y = self.same_loop(op, i, f, j, x)
-                    if y is not None:
-                        found[x] = y
-        left = [x for x in theirs if x not in found]
-        free = [y for y in mine if y not in found.values()]
-        if len(left) > 1 and len({theirs[x].size for x in left}) < len(left):
-            return None
-        for x in left:
-            same_size = [y for y in free if mine[y].size == theirs[x].size]
-            if len(same_size) != 1:
-                return None
-            found[x] = same_size[0]
-        return found
-
-    def same_loop(self, op: Op, i: int, f: Op, j: int, letter: str) -> str | None:
-        """The letter of op's operand i that is f's `letter` in operand j, both being views of one tensor. Told by where a digit of 2 goes."""
-        rule = self.rules[f.name]
-        dim = next(d for d, x in enumerate(rule.inputs[j]) if letter in x)
-        at: tuple[int, int] | None = (dim, right_of(rule.inputs[j][dim], letter, rule))
-        at = self.down(f.inputs[j].name, at)
-        for view in reversed(self.views(op.inputs[i].name)):
-            at = None if at is None else self.through(view, at)
-        found = None if at is None else letter_at(self.rules[op.name].inputs[i], at, 1, self.rules[op.name])
-        return found[0] if found else None
-
-    def views(self, name: str) -> list[Op]:
-        """The views from the base to `name`, last first."""
-        out = []
-        base = self.base(name)
-        while name != base and name in self.maker:
-            op = self.maker[name][0]
-            out.append(op)
-            name = op.inputs[0].name
-        return out
-
-    def down(self, name: str, at: tuple[int, int]) -> tuple[int, int] | None:
-        """Digit `at` of `name` as a digit of its base."""
-        here: tuple[int, int] | None = at
-        for view in self.views(name):
-            rule = self.rules[view.name]
-            outs = rule.outputs[0]
-            assert outs is not None and here is not None
-            found = letter_at(outs, here, 1, rule)
-            here = None
-            if found:
-                letter, stride = found
-                here = next(((d, stride * right_of(x, letter, rule)) for d, x in enumerate(rule.inputs[0]) if letter in x), None)
-            if here is None:
-                return None
-        return here
-
-    def through(self, view: Op, at: tuple[int, int]) -> tuple[int, int] | None:
-        rule = self.rules[view.name]
-        found = letter_at(rule.inputs[0], at, 1, rule)
-        outs = rule.outputs[0]
-        if found is None or outs is None:
-            return None
-        letter, stride = found
-        return next(((d, stride * right_of(x, letter, rule)) for d, x in enumerate(outs) if letter in x), None)
 
     # ---- views -----------------------------------------------------------------------------------------------
 
