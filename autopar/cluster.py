@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -52,10 +52,11 @@ class Device(_Model):
     memory_bytes: what the driver reports; reserve_bytes: of that for the context, the communicators' buffers and fragmentation.
     matmul_efficiency, attention_*_efficiency: share of the peak that is reached. memory_efficiency (eta): share of the memory bandwidth.
     matmul_memory_overlap (rho): share of a matrix product's memory traffic that is NOT hidden behind its arithmetic.
-    launch_s: what any kernel takes, however little it does.
+    launch_s: what any kernel takes, however little it does. kind: a "cpu" has no memory of its own to be relieved by the host's.
     """
 
     name: str
+    kind: Literal["accelerator", "cpu"] = "accelerator"
     peak_flops: PeakFlops
     memory_bytes: Amount
     memory_bandwidth_Bps: Amount
@@ -97,10 +98,11 @@ class Link(_Model):
 
 
 class Nvme(_Model):
-    """Local disks, as one device's share of them."""
+    """Local disks, as one device's share of them. capacity_bytes: that may be used; None: as much as is wanted."""
 
     read: Link
     write: Link
+    capacity_bytes: Amount | None = None
 
 
 class Cluster(_Model):

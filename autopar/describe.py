@@ -6,6 +6,7 @@ the node's name; output i of a node with several outputs has "name.i". `getitem`
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,9 @@ from torch import fx
 from autopar import _torch
 from autopar.capture import Captured
 from autopar.graph import Graph, Op, Tensor
+
+WRAPPED = re.compile(r"\.__dict__\['_modules'\]\['(\w+)'\]")  # how it names what a wrapper of torch's wraps
+ROOT = re.compile(r"^L\['self'\](\._export_root)?(\.m(\.|$))?")  # what dynamo puts before a path of the user's module
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -84,7 +88,7 @@ def describe(captured: Captured) -> Graph:
         tuple(inputs[i] for i in sorted(inputs)),
         tuple(tangents),
         tuple(tangent_of),
-        tuple(ops),
+        tuple(sorted(ops, key=lambda op: op.direction == "backward")),  # a constant that only backward reads may stand first
         tuple(outputs),
         grads,
         updates,
@@ -133,7 +137,17 @@ def describe_node(node: fx.Node, tensors: dict[str, Tensor]) -> Op:
     else:
         outputs = (output(val, node.name),)
     direction = "backward" if node.meta.get("partitioner_tag") == "is_backward" else "forward"
-    return Op(node.name, str(node.target), convert(node.args), convert(dict(node.kwargs)), outputs, direction, module_of(node))
+    args, kwargs = convert(node.args), convert(dict(node.kwargs))
+    return Op(node.name, str(node.target), args, kwargs, outputs, direction, module_of(node), tags_of(node, len(outputs)))
+
+
+def tags_of(node: fx.Node, outputs: int) -> tuple[str, ...]:
+    """The tag of every output; () if there is none."""
+    tags = [node.meta.get("tag", "")] * outputs
+    for user in node.users:
+        if isinstance(node.meta["val"], (list, tuple)) and _torch.is_getitem(user):
+            tags[user.args[1]] = user.meta.get("tag", "")  # type: ignore[index]
+    return tuple(tags) if any(tags) else ()
 
 
 def module_of(node: fx.Node) -> str:
@@ -142,4 +156,4 @@ def module_of(node: fx.Node) -> str:
     if not stack:
         return ""
     path, _ = list(stack.values())[-1]
-    return str(path).replace("L['self'].m.", "").replace("L['self'].m", "").replace("L['self']", "")
+    return WRAPPED.sub(r".\1", ROOT.sub("", str(path)))

@@ -115,6 +115,10 @@ class Placement:
             found = self._local_shapes[mesh] = tuple(shape)
         return found
 
+    def share(self, mesh: Mesh) -> float:
+        """How much of the whole a rank holds."""
+        return math.prod(self.local_shape(mesh)) / max(1, math.prod(self.shape))
+
     @cached_property
     def _local_shapes(self) -> dict[Mesh, tuple[int, ...]]:
         return {}

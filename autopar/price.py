@@ -30,7 +30,7 @@ from autopar.formulate.problem import Setting
 from autopar.graph import Graph, Op, Tensor
 from autopar.mesh import Mesh
 from autopar.passes import local
-from autopar.passes.nodes import collective_of, is_collective, is_wait, wire_bytes
+from autopar.passes.nodes import collective_of, is_collective, is_issue, is_transfer, is_wait, transferred, wire_bytes
 from autopar.passes.overlap import inputs_of, is_ahead, is_behind
 from autopar.passes.partition import Parts
 from autopar.passes.recompute import from_parameters
@@ -139,6 +139,9 @@ def charges(parts: Parts, plan: Plan, graph: Graph, cost: Cost, prefix: str) -> 
                 c = cost.collective(kind, axes, sent)
                 serves = "parameter" if is_ahead(n) else "gradient" if is_behind(n) else "activation"
                 out.append(Charge(n, stage, c.link, c.seconds, n.meta["op"], kind, serves, sent))
+            elif is_transfer(n):
+                _, resources, sent = transferred(n)
+                out += [Charge(n, stage, r, cost.transfer_s(r, sent), n.meta["op"], "", "activation kept away", sent) for r in resources]
     return tuple(out)
 
 
@@ -150,7 +153,7 @@ def _runs(nodes: Sequence[fx.Node], ops: Mapping[str, Op], stage: str, fixed: se
     """
     of: dict[str, list[fx.Node]] = defaultdict(list)
     for n in nodes:
-        if n.op == "call_function" and n.meta["op"] in ops and not is_collective(n) and not is_wait(n):
+        if n.op == "call_function" and n.meta["op"] in ops and not is_issue(n) and not is_wait(n):
             of[n.meta["op"]].append(n)
     for name, calls in of.items():
         op = ops[name]

@@ -18,10 +18,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.passes.nodes import collective_of, is_collective, is_wait, nbytes, part_bytes, shares_storage, wire_bytes
+from autopar.passes.nodes import (
+    collective_of,
+    is_collective,
+    is_issue,
+    is_transfer,
+    is_wait,
+    nbytes,
+    part_bytes,
+    shares_storage,
+    transferred,
+    wire_bytes,
+)
 
 COMPUTE = "compute"
-STREAMS = (COMPUTE, "intra", "inter", "d2h", "h2d")
+STREAMS = (COMPUTE, "intra", "inter", "d2h", "h2d", "nvme_write", "nvme_read")
 
 
 @dataclass(frozen=True)
@@ -158,24 +169,27 @@ def price_ops(
     width: Callable[[tuple[str, ...]], int],
     op_seconds: Callable[[str], float],
     collective: Callable[[str, tuple[str, ...], float], tuple[str, float]],
+    transfer: Callable[[str, float], float] = lambda resource, nbytes: 0.0,
 ) -> Price:
     """Rough prices from those of whole ops: the last call that bears an op's name in a half bears its time. `price.charges` tells an op's own calls
     from the copies that bring its operands.
 
-    prefix: of group names; width: ranks of axes; collective: (link, seconds) by kind, axes and bytes on the wire.
+    prefix: of group names; width: ranks of axes; collective: (link, seconds) by kind, axes and bytes on the wire;
+    transfer: seconds by link ("d2h", ...) and bytes.
     """
     bearer = set()
     for gm in (parts.forward, parts.backward):
         if gm is not None:
-            of_op = {
-                n.meta["op"]: n for n in gm.graph.nodes if n.op == "call_function" and not is_collective(n) and shares_storage(n) is None
-            }
+            of_op = {n.meta["op"]: n for n in gm.graph.nodes if n.op == "call_function" and not is_issue(n) and shares_storage(n) is None}
             bearer |= set(of_op.values())
 
     def price(n: Any) -> tuple[str, float]:
         if is_collective(n):
             kind, axes = collective_of(n, prefix)
             return collective(kind, axes, wire_bytes(n, width(axes)))
+        if is_transfer(n):  # a chain of copies moves as fast as its slowest
+            _, resources, sent = transferred(n)
+            return max(((r, transfer(r, sent)) for r in resources), key=lambda x: x[1])
         return COMPUTE, op_seconds(n.meta["op"]) if n in bearer else 0.0
 
     return price

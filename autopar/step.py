@@ -7,7 +7,7 @@ backward variants (reduce gradients or not, with or without gradients accumulate
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from autopar.capture import Captured, Role
 from autopar.graph import Graph
 from autopar.groups import Groups
 from autopar.lower import CompileOnce, Lowered, lower
-from autopar.passes.manager import overlap, run_passes
+from autopar.passes.manager import joint_passes, overlap, run_passes
+from autopar.passes.offload import offload
 from autopar.passes.partition import Parts, partition
 from autopar.passes.shard import Options, group_names, shard
 from autopar.plan import CollectiveUse, Plan
@@ -31,6 +32,9 @@ class Settings:
     reduce: torch.dtype | None
     backend: str
     once: CompileOnce | None
+    # Where activations are that the plan keeps away from the device (`autopar.offload`), and between which operators they move.
+    store: str = ""
+    stretch_of: Mapping[str, int] = field(default_factory=dict)
 
 
 class Step:
@@ -53,10 +57,12 @@ class Step:
     def parts(self, sync: bool, accumulated: bool) -> tuple[Parts, tuple[CollectiveUse, ...]]:
         s = self.settings
         options = Options(s.device, dict(s.storage), self.groups.prefix, s.reduce, sync, accumulated)
-        sharded = run_passes(shard(self.captured, self.graph, self.plan, options), self.groups.prefix)
+        passes = joint_passes(fuses=s.backend == "inductor")
+        sharded = run_passes(shard(self.captured, self.graph, self.plan, options), self.groups.prefix, passes)
         for axes in group_names(sharded.gm, self.groups.prefix):
             self.groups.ensure(axes)
         parts = partition(sharded, reshard_after_forward=self.plan.reshard_after_forward, recompute=self.plan.recompute)
+        parts = offload(parts, s.store, s.stretch_of, sharded.fake_mode)
         return overlap(parts, self.groups.prefix), sharded.collectives
 
     def lower(self, gm: Any, saved_strides: Any = None, is_backward: bool = False) -> Lowered:

@@ -4,6 +4,9 @@ The shard pass already shares redistributions of one tensor; this finds those of
 transposes, masks built anew in every layer), so no collective is issued twice for the same data. Only across nodes of one direction:
 merging a backward node into forward would change what is saved.
 
+The counters of random ops are shared where a compiler will fuse them. Run one call at a time, they would lie in memory from the first dropout to the
+last, eight bytes for every element: there each op makes its own.
+
 Requires: local. Provides: deduplicated. Bitwise.
 """
 
@@ -16,12 +19,13 @@ from torch import fx
 from autopar import _torch
 
 
-def deduplicate(gm: fx.GraphModule) -> fx.GraphModule:
+def deduplicate(gm: fx.GraphModule, share_counters: bool = True) -> fx.GraphModule:
     seen: dict[Any, fx.Node] = {}
     for n in list(gm.graph.nodes):
         if n.op != "call_function" or not _torch.is_pure(n):
             continue
-        key = (str(n.target), n.meta["direction"], _freeze(n.args), _freeze(n.kwargs))
+        owner = n.meta["op"] if n.meta.get("random") and not share_counters else ""
+        key = (owner, str(n.target), n.meta["direction"], _freeze(n.args), _freeze(n.kwargs))
         first = seen.setdefault(key, n)
         if first is not n:
             n.replace_all_uses_with(first)

@@ -12,13 +12,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import fx
 
 from autopar import _torch
 from autopar.passes.deduplicate import deduplicate
 from autopar.passes.defer import defer
-from autopar.passes.nodes import is_collective, is_wait
+from autopar.passes.nodes import is_issue, is_wait
 from autopar.passes.overlap import inputs_of
 from autopar.passes.partition import Parts
 from autopar.passes.prefetch import prefetch
@@ -36,13 +37,15 @@ class Pass:
     bitwise: bool
 
 
-JOINT_PASSES: tuple[Pass, ...] = (
-    Pass("deduplicate", deduplicate, frozenset({"local"}), frozenset({"deduplicated"}), True),
-    Pass("drop dead collectives", _torch.without_dead_code, frozenset({"local"}), frozenset({"live"}), True),
-)
+def joint_passes(fuses: bool = True) -> tuple[Pass, ...]:
+    """fuses: whether what runs the graph makes one kernel of memory-bound neighbours."""
+    return (
+        Pass("deduplicate", partial(deduplicate, share_counters=fuses), frozenset({"local"}), frozenset({"deduplicated"}), True),
+        Pass("drop dead collectives", _torch.without_dead_code, frozenset({"local"}), frozenset({"live"}), True),
+    )
 
 
-def run_passes(sharded: Sharded, prefix: str, passes: Sequence[Pass] = JOINT_PASSES) -> Sharded:
+def run_passes(sharded: Sharded, prefix: str, passes: Sequence[Pass] = joint_passes()) -> Sharded:
     """`sharded` after `passes`; raises AssertionError naming the pass that broke the graph."""
     have = {"local"}
     verify(sharded.gm, sharded.fake_mode, prefix, "shard", live=False)
@@ -74,7 +77,7 @@ def verify(gm: fx.GraphModule, fake_mode: object, prefix: str, after: str, *, li
 
 
 def verify_collective(n: fx.Node, prefix: str, where: str, live: bool) -> None:
-    if is_collective(n):
+    if is_issue(n):
         groups = [a for a in n.args if isinstance(a, str) and "." in a]
         assert all(g.startswith(prefix + ".") for g in groups), f"a group name that may differ between ranks {where}"
         assert len(n.users) == 1 and all(is_wait(u) for u in n.users), f"a collective without its one wait {where}"
@@ -84,7 +87,8 @@ def verify_collective(n: fx.Node, prefix: str, where: str, live: bool) -> None:
 
 def overlap(parts: Parts, prefix: str) -> Parts:
     """`parts` with parameters gathered ahead of their use and gradients reduced behind it; the same nodes in another order. Bitwise."""
-    forward = _same_calls(parts.forward, prefetch(parts.forward, inputs_of(parts, False)), prefix, "prefetch")
+    inputs = inputs_of(parts, False)
+    forward = _same_calls(parts.forward, prefetch(parts.forward, inputs), prefix, "prefetch")
     if parts.backward is None:
         return replace(parts, forward=forward)
     inputs = inputs_of(parts, True)

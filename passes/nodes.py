@@ -4,19 +4,42 @@ from __future__ import annotations
 
 from typing import Any
 
+AWAY = "away"  # meta of a node whose saved result is kept elsewhere: the medium
 _C10D = "_c10d_functional."
+_SENDS, _BRINGS = ("autopar.offload.default",), ("autopar.reload.default",)
+_ENDS = ("autopar.offloaded.default", "autopar.reloaded.default")
 _KINDS = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all"}
 # Ops that share their operand's memory though their schema does not say so.
 _UNDECLARED_VIEWS = ("aten._unsafe_view", _C10D + "wait_tensor")
 
 
 def is_wait(n: Any) -> bool:
-    return n.op == "call_function" and _C10D + "wait_tensor" in str(n.target)
+    """The end of a collective, or of a transfer to or from where a tensor is kept; its first operand is the issue."""
+    return n.op == "call_function" and (_C10D + "wait_tensor" in str(n.target) or str(n.target) in _ENDS)
 
 
 def is_collective(n: Any) -> bool:
     """A collective's issue; its wait is a call of its own."""
     return n.op == "call_function" and _C10D in str(n.target) and not is_wait(n)
+
+
+def is_transfer(n: Any) -> bool:
+    """The issue of a transfer to or from where a tensor is kept."""
+    return n.op == "call_function" and str(n.target) in (*_SENDS, *_BRINGS)
+
+
+def is_issue(n: Any) -> bool:
+    """What is issued now and awaited later."""
+    return is_collective(n) or is_transfer(n)
+
+
+def transferred(n: Any) -> tuple[str, tuple[str, ...], int]:
+    """(medium, resources, bytes) of a transfer's issue."""
+    if str(n.target) in _SENDS:
+        medium = n.args[1]
+        return medium, ("d2h", "nvme_write") if medium == "nvme" else ("d2h",), nbytes(n.args[0])
+    medium = n.meta[AWAY]
+    return medium, ("nvme_read", "h2d") if medium == "nvme" else ("h2d",), nbytes(n)
 
 
 def shares_storage(n: Any) -> Any:
@@ -35,7 +58,10 @@ def shares_storage(n: Any) -> Any:
 
 
 def part_bytes(n: Any) -> list[int]:
-    """Bytes of every part of a node's result: one, or those of a tuple."""
+    """Bytes of every part of a node's result: one, or those of a tuple. A transfer that brings a tensor has that from its issue on; its ticket
+    is nothing."""
+    if is_transfer(n) or str(n.target) in _ENDS:
+        return [n.meta.get("held_bytes", 0)]
     val = n.meta.get("val")
     parts = val if isinstance(val, (list, tuple)) else [val]
     return [v.numel() * v.element_size() if hasattr(v, "element_size") else 0 for v in parts]

@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from autopar import _torch
-from autopar.passes.overlap import is_ahead, marked
+from autopar.passes.overlap import goes_before, marked
 from autopar.passes.repeats import Cuts, Repeat, adds_integer, call_hash, find_repeats, text, value_text
 
 
@@ -262,7 +262,7 @@ def _between(gm: fx.GraphModule, calls: list[fx.Node], repeats: list[Repeat]) ->
             for r in repeats:
                 inside = (at - r.start) % r.period
                 if r.start <= at < r.start + r.period * r.count and inside:
-                    to = at - inside + (0 if is_ahead(n) else r.period)
+                    to = at - inside + (0 if goes_before(n) else r.period)
             out.setdefault(to, []).append(n)
     return out
 

@@ -5,6 +5,8 @@ Two kinds of collectives depend on nothing that a layer computes, or nothing tha
     ahead    gathers of parameters, with all that leads to them from parameters alone (casts, padding, an earlier gather) and their wait
     behind   reductions of gradients, their waits, and all that follows on the way to the graph's results
 
+Two more are marked and stay where `offload` puts them: what leaves the device ("sent") and what comes back ("brought").
+
 Their nodes are marked (`meta["overlap"]`), because they may lie in any layer: `outline` looks for layers among the other calls only, and
 issues and awaits these collectives between two layers, in the graph that holds both halves.
 
@@ -26,24 +28,29 @@ from torch import fx
 
 from autopar import _torch
 from autopar.capture import Role
-from autopar.passes.nodes import is_collective, is_wait, shares_storage
+from autopar.passes.nodes import is_collective, is_issue, is_wait, shares_storage
 from autopar.passes.partition import Parts
 from autopar.passes.repeats import Cuts, call_hash, find_repeats
 
-AHEAD, BEHIND = "ahead", "behind"
-_MARK = "overlap"
+AHEAD, BEHIND, SENT, BROUGHT = "ahead", "behind", "sent", "brought"
+MARK = "overlap"
 
 
 def marked(n: fx.Node) -> bool:
-    return _MARK in n.meta
+    return MARK in n.meta
 
 
 def is_ahead(n: fx.Node) -> bool:
-    return n.meta.get(_MARK) == AHEAD
+    return n.meta.get(MARK) == AHEAD
+
+
+def goes_before(n: fx.Node) -> bool:
+    """Whether a marked node that stands inside of a layer belongs before it, rather than behind it."""
+    return n.meta.get(MARK) in (AHEAD, BROUGHT)
 
 
 def is_behind(n: fx.Node) -> bool:
-    return n.meta.get(_MARK) == BEHIND
+    return n.meta.get(MARK) == BEHIND
 
 
 @dataclass(frozen=True)
@@ -75,15 +82,16 @@ def mark(gm: fx.GraphModule, inputs: Sequence[Role | None]) -> fx.GraphModule:
     for n in reversed(nodes):
         if n in from_params and (is_collective(n) or (is_wait(n) and is_collective(_of(n))) or any(u in wanted for u in n.users)):
             wanted.add(n)
-            n.meta[_MARK] = AHEAD
+            n.meta[MARK] = AHEAD
     for n in nodes:
         if n.meta.get("op", "").startswith("grad.") and not marked(n) and (is_collective(n) or any(map(is_behind, n.all_input_nodes))):
-            n.meta[_MARK] = BEHIND
+            n.meta[MARK] = BEHIND
     return gm
 
 
 def _of(wait: fx.Node) -> fx.Node:
-    (issue,) = wait.all_input_nodes
+    issue = wait.args[0]
+    assert isinstance(issue, fx.Node)
     return issue
 
 
@@ -177,12 +185,12 @@ def reorder(gm: fx.GraphModule, calls: list[fx.Node], moved: dict[fx.Node, tuple
 
 
 def overlapped(gm: fx.GraphModule) -> list[tuple[fx.Node, int]]:
-    """Every collective with its window, the number of calls that compute between its issue and its wait; also `meta["window"]`."""
+    """Every collective and transfer with its window, the number of calls that compute between its issue and its wait; also `meta["window"]`."""
     done = 0
     issued: dict[fx.Node, int] = {}
     out = []
     for n in gm.graph.nodes:
-        if is_collective(n):
+        if is_issue(n):
             issued[n] = done
         elif is_wait(n):
             issue = _of(n)
@@ -196,17 +204,17 @@ def overlapped(gm: fx.GraphModule) -> list[tuple[fx.Node, int]]:
 
 def blocking(gm: fx.GraphModule) -> int:
     """Collectives with nothing to compute between issue and wait."""
-    return sum(window == 0 for _, window in overlapped(gm))
+    return sum(window == 0 for n, window in overlapped(gm) if is_collective(n))
 
 
 def blocking_of(parts: Parts) -> tuple[int, int]:
     """(collectives that block, all collectives) of a step's two halves."""
     halves = [gm for gm in (parts.forward, parts.backward) if gm is not None]
-    return sum(map(blocking, halves)), sum(len(overlapped(gm)) for gm in halves)
+    return sum(map(blocking, halves)), sum(is_collective(n) for gm in halves for n, _ in overlapped(gm))
 
 
 def computes(n: fx.Node) -> bool:
     """A call that does work of its layer: no view, no part of a tuple, no collective and nothing on the way from or to one of the marked."""
-    if n.op != "call_function" or marked(n) or is_collective(n) or is_wait(n) or _torch.is_getitem(n):
+    if n.op != "call_function" or marked(n) or is_issue(n) or is_wait(n) or _torch.is_getitem(n):
         return False
     return shares_storage(n) is None

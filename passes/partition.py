@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.capture import Role
+from autopar.passes.nodes import AWAY, is_wait, shares_storage
 from autopar.passes.recompute import made_again
 from autopar.passes.shard import Sharded
 
@@ -49,6 +50,7 @@ def partition(sharded: Sharded, *, reshard_after_forward: bool = True, recompute
     backward_nodes = [n for n in nodes if n.op == "call_function" and n.meta["direction"] == "backward"]
     is_backward = set(backward_nodes)
     again = made_again(nodes, role_of, recompute, reshard_after_forward=reshard_after_forward)
+    again |= views_of_away(nodes)
 
     saved: dict[fx.Node, None] = {}
     used: dict[fx.Node, None] = {}  # graph inputs (and constants) that backward reads
@@ -86,6 +88,17 @@ def partition(sharded: Sharded, *, reshard_after_forward: bool = True, recompute
         forward, fw_inputs, tuple(r for r, _ in fw_results), tuple(n.name for n in kept),
         backward, tuple(role_of[n] for n in bw_places), tuple(r for r, _ in bw_results),
     )  # fmt: skip
+
+
+def views_of_away(nodes: list[fx.Node]) -> set[fx.Node]:
+    """Views in forward of what is kept away from the device: saved themselves, they would keep it there."""
+    out: set[fx.Node] = set()
+    for n in nodes:
+        if n.op == "call_function" and n.meta["direction"] == "forward" and not is_wait(n) and AWAY not in n.meta:
+            base = shares_storage(n)
+            if base is not None and (AWAY in base.meta or base in out):
+                out.add(n)
+    return out
 
 
 def _copy(target: fx.Graph, n: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Set
 
+import torch
 from torch import fx
 
 from autopar.capture import Role
@@ -20,14 +21,35 @@ from autopar.passes.shard import Sharded
 
 
 def from_parameters(nodes: Iterable[fx.Node], role_of: dict[fx.Node, Role], *, gathers: bool = True) -> set[fx.Node]:
-    """Forward calls that depend on parameters and coordinates only. gathers: collectives too, and what follows them."""
+    """Forward calls that depend on parameters and coordinates only, and `counters`. gathers: collectives too, and what follows them."""
+    nodes = list(nodes)
     out: set[fx.Node] = set()
     for n in nodes:
         if not _is_forward(n) or not n.all_input_nodes or ("c10d" in str(n.target) and not gathers):
             continue
         if all(a in out or (a in role_of and role_of[a].kind in ("param", "coordinate")) for a in n.all_input_nodes):
             out.add(n)
-    return out
+    return out | counters(nodes, role_of)
+
+
+def counters(nodes: Iterable[fx.Node], role_of: dict[fx.Node, Role]) -> set[fx.Node]:
+    """The integers that random numbers are drawn from: of the seed, coordinates and constants. Operators share them, so they are nobody's; each
+    is eight times as large as a mask."""
+    whole: set[fx.Node] = set()
+    drawn = {n for n, role in role_of.items() if role.kind == "seed"}
+    for n in nodes:
+        known = all(a in whole or (a in role_of and role_of[a].kind in ("coordinate", "seed")) for a in n.all_input_nodes)
+        if _is_forward(n) and known and getattr(n.meta["val"], "dtype", None) == torch.int64:
+            whole.add(n)
+            if any(a in drawn for a in n.all_input_nodes):
+                drawn.add(n)
+    todo, found = [n for n in drawn if n in whole], set[fx.Node]()
+    while todo:
+        n = todo.pop()
+        if n in whole and n not in found:
+            found.add(n)
+            todo += n.all_input_nodes
+    return found
 
 
 def made_again(nodes: Iterable[fx.Node], role_of: dict[fx.Node, Role], ops: Set[str], *, reshard_after_forward: bool) -> set[fx.Node]:

@@ -29,6 +29,7 @@ from autopar.mesh import Mesh
 from autopar.passes import local
 from autopar.passes.local.context import Local
 from autopar.passes.local.sizes import SIZE_ARG
+from autopar.passes.nodes import AWAY
 from autopar.passes.redistribute import run_step
 from autopar.placement import Placement
 from autopar.plan import CollectiveUse, ParamChoice, Plan
@@ -81,6 +82,7 @@ class _Sharder:
     def __init__(self, captured: Captured, graph: Graph, plan: Plan, options: Options) -> None:
         self.captured, self.graph, self.plan, self.options = captured, graph, plan, options
         self.mesh: Mesh = plan.mesh
+        self.away = plan.offload
         self.mode = captured.fake_mode
         self.out = fx.Graph()
         self.root = torch.nn.Module()
@@ -92,6 +94,7 @@ class _Sharder:
         self.collectives: list[CollectiveUse] = []
         self.traces: dict[Any, fx.GraphModule] = {}
         self.random_ops = 0
+        self.is_random = False  # whether the op being emitted draws random numbers
         self.in_roles: list[Role] = []
         self.coordinates: dict[str, fx.Node] = {}
         self.done_grads: dict[str, fx.Node | None] = {}
@@ -116,6 +119,8 @@ class _Sharder:
 
     def stamp(self, node: fx.Node) -> None:
         node.meta["direction"], node.meta["op"] = self.direction, self.current
+        if self.is_random:
+            node.meta["random"] = True
 
     def trace(self, fn: Callable[..., Any], nodes: Sequence[fx.Node], key: Any) -> Any:
         """Inlines `fn(*nodes)`, written in torch ops; equal keys and operand layouts are traced once."""
@@ -166,6 +171,8 @@ class _Sharder:
         """Marks the version that the plan keeps, so that backward does not make it again with an operator that is."""
         if self.direction == "forward" and self.plan.kept.get(name) == placement:
             node.meta["kept"] = True
+            if name in self.away:
+                node.meta[AWAY] = self.away[name]
 
     def get(self, name: str, want: Placement) -> fx.Node:
         """The version of `name` in placement `want`, made from the cheapest there is."""
@@ -238,7 +245,9 @@ class _Sharder:
         args, kwargs = operand(tuple(node.args)), operand(dict(node.kwargs))
         is_random = rule.kind == "random"
         if local.lookup(op.target) is not None or op.target in SIZE_ARG:
+            self.is_random = is_random
             result = self.lowered(node, op, rule, choice.strategy, want, made, operands, args, kwargs, is_random)
+            self.is_random = False
         else:
             result = self.call(node.target, args, kwargs)
         results = list(result) if isinstance(result, (list, tuple)) else [result]

@@ -27,10 +27,10 @@ def decisions(problem: Problem) -> Iterator[Decision]:
         for d, f in ((FORWARD, value.forward), (BACKWARD, value.backward))
         if f is not None
     ]
-    fates = [[None, *value.fates] for value in problem.values]
+    fates = [[None, *range(len(value.fates))] for value in problem.values]
     for x in itertools.product(*(range(len(c.labels)) for c in problem.choices)):
         for chosen in itertools.product(*fates):
-            kept = {v: frozenset({n}) for v, n in enumerate(chosen) if n is not None}
+            kept = {v: frozenset({k}) for v, k in enumerate(chosen) if k is not None}
             for rerun in _subsets(range(len(problem.reruns))):
                 bare = Decision(x, kept, frozenset(rerun))
                 sets = [[((v, d), a) for a in _least(problem, bare, v, d, f)] for v, d, f in flows]

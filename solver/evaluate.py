@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.solver.problem import BACKWARD, FORWARD, NONE, Decision, Flow, Key, Problem
 
@@ -43,9 +43,11 @@ def evaluate(problem: Problem, decision: Decision) -> Price:
     for v, value in enumerate(problem.values):
         kept = decision.kept.get(v, frozenset())
         if len(kept) > 1:
-            unmet.append(f"{value.name}: kept at {len(kept)} nodes")
+            unmet.append(f"{value.name}: kept in {len(kept)} ways")
+        for k in kept:
+            pay(value.fates[k].times)
         there = {e.nodes[x[e.choice]] for e in (*value.forward.supplies, *value.forward.demands)}
-        if not kept <= there:
+        if not {value.fates[k].node for k in kept} <= there:
             unmet.append(f"{value.name}: kept where forward does not have it")
         for direction, flow in ((FORWARD, value.forward), (BACKWARD, value.backward)):
             if flow is None:
@@ -62,16 +64,22 @@ def evaluate(problem: Problem, decision: Decision) -> Price:
         stages[account.stage] = max(stages[account.stage], accounts[i])
     on = _variables_on(problem, decision)
     rows = tuple(row.constant + sum(k for key, k in row.terms if on(key)) for row in problem.rows)
+    for limit in problem.limits:
+        reached = sum(k for key, k in limit.terms if on(key))
+        if reached > limit.most + 1e-6 * limit.unit:
+            unmet.append(f"{limit.name}: {reached:g} of at most {limit.most:g}")
     over = max((b - problem.budget_bytes for b in rows), default=0.0)
     return Price(problem.constant_s + sum(stages), tuple(stages), rows, tuple(unmet), max(0.0, over))
 
 
 def tidy(problem: Problem, decision: Decision) -> Decision:
-    """`decision` without reruns and arcs that nobody needs: where there is time to spare, a spare one costs the program nothing.
+    """`decision` without reruns, kept values and arcs that nobody needs: where there is time to spare, a spare one costs the program nothing.
 
     One is dropped if all wanted nodes are reached without it; the dearest are tried first.
     """
     decision = _without_spare_reruns(problem, decision)
+    kept = {v: k for v, k in decision.kept.items() if not _is_met(problem, replace(decision, kept={**decision.kept, v: frozenset()}), v)}
+    decision = replace(decision, kept=kept)
     arcs: dict[tuple[int, int], frozenset[int]] = {}
     for (v, direction), used in decision.arcs.items():
         value = problem.values[v]
@@ -97,7 +105,7 @@ def _without_spare_reruns(problem: Problem, decision: Decision) -> Decision:
     while dropped:
         dropped = False
         for r in sorted(decision.rerun, key=lambda r: (-seconds(r), r)):
-            less = Decision(x, decision.kept, decision.rerun - {r}, decision.arcs)
+            less = replace(decision, rerun=decision.rerun - {r})
             if all(_is_met(problem, less, v) for v, _ in problem.reruns[r].makes):
                 decision, dropped = less, True
     return decision
@@ -128,7 +136,7 @@ def supplied_nodes(problem: Problem, decision: Decision, v: int, direction: int,
     x = decision.strategies
     out = {s.nodes[x[s.choice]] for s in flow.supplies}
     if direction == BACKWARD:
-        out |= decision.kept.get(v, frozenset())
+        out |= {problem.values[v].fates[k].node for k in decision.kept.get(v, ())}
         for r in decision.rerun:
             rerun = problem.reruns[r]
             out |= {nodes[x[rerun.choice]] for value, nodes in rerun.makes if value == v}

@@ -4,7 +4,7 @@ Variables
     x[c,s]    choice c takes strategy s                                      binary
     e[f,a]    arc a of flow f is used, its price shared by all consumers     in [0, 1]
     g[f,k,a]  arc a carries what consumer k of flow f reads                  in [0, 1]; only where consumers could disagree, see below
-    y[v,n]    value v is kept at node n                                      a fate
+    y[v,k]    value v is kept as its fate k says: at a node, in a medium     a fate
     r[o,s]    operator o runs again, under strategy s                        a fate
     z[k]      both operators of pair k run again                             in [0, 1]
     T[t]      seconds of stage t
@@ -13,15 +13,16 @@ Constraints
     (one)     sum_s x[c,s] = 1
     (flow)    for every consumer k of a flow and every node n:
                   sum_{arcs into n} g[k] - sum_{arcs out of n} g[k] + supply(n) >= demand_k(n)
-              supply(n) = sum of x over suppliers' strategies that make n; in backward also y[v,n] and the r of operators that remake v at n.
+              supply(n) = sum of x over suppliers' strategies that make n; in backward also the y[v,k] of node n and the r of operators that remake v at n.
               demand_k(n) = sum of x (or of r, for a rerun's operand) that read n.
     (start)   sum_{arcs out of n} g[k] <= supply(n) + sum of demand_j(n) of consumers j other than k
     (share)   e[f,a] >= g[f,k,a]                       with one consumer g is e itself
-    (keep)    sum_n y[v,n] <= 1,  y[v,n] <= sum of x that make or read v at n in forward
+    (keep)    sum_k y[v,k] <= 1,  sum of y[v,k] at node n <= sum of x that make or read v at n in forward
     (rerun)   r[o,s] <= x[c(o),s]
     (pair)    z[k] >= sum_s r[a,s] + sum_s r[b,s] - 1  for pair k = (a, b)
     (time)    T[t] >= sum over what runs of its time on account a of stage t
     (memory)  constant + sum of bytes x variable <= budget at every position
+    (limit)   sum of coefficient x variable <= most                for everything else that is bounded
 Objective: the sum of T, and a hundred-thousandth of all traffic and all that runs again: where there is time to spare, the plan shall still
 not do what it need not. As that is at most resources x T, the bound of T alone is the bound found / (1 + TIE x resources): `Program.true_bound`.
 
@@ -120,11 +121,13 @@ class Program:
             both = [(self.variable["r", i, s], -1.0) for i in pair for s in range(len(p.choices[p.reruns[i].choice].labels))]
             self.constrain("pair", -1.0, np.inf, [(z, 1.0), *both])
         for i, value in enumerate(p.values):
-            for n in value.fates:
-                allowed = o.kept is None or n in o.kept.get(i, frozenset())
-                self.variable["y", i, n] = self.add(0.0, 1.0 if allowed else 0.0, o.fates == "binary")
+            for k, fate in enumerate(value.fates):
+                allowed = o.kept is None or k in o.kept.get(i, frozenset())
+                self.variable["y", i, k] = v = self.add(0.0, 1.0 if allowed else 0.0, o.fates == "binary")
+                self.charge(v, fate.times)
+                self.cost[v] = TIE * 1e3 * sum(fate.times.values())
             if len(value.fates) > 1:
-                self.constrain("keep", -np.inf, 1.0, [(self.variable["y", i, n], 1.0) for n in value.fates])
+                self.constrain("keep", -np.inf, 1.0, [(self.variable["y", i, k], 1.0) for k in range(len(value.fates))])
         remade: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # value -> (node, rerun, strategy)
         reread: dict[int, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
         for i, rerun in enumerate(p.reruns):
@@ -134,12 +137,13 @@ class Program:
                 reread[v].append((i, nodes))
         for v, value in enumerate(p.values):
             self.flow(v, FORWARD, value.forward, [], [])
-            for n in value.fates:
+            for n in dict.fromkeys(fate.node for fate in value.fates):
                 there = [(self.variable["x", e.choice, s], 1.0) for e in (*value.forward.supplies, *value.forward.demands)
                          for s, m in enumerate(e.nodes) if m == n]  # fmt: skip
-                self.constrain("keep", 0.0, np.inf, [(self.variable["y", v, n], -1.0), *there])
+                here = [(self.variable["y", v, k], -1.0) for k, fate in enumerate(value.fates) if fate.node == n]
+                self.constrain("keep", 0.0, np.inf, [*here, *there])
             if value.backward is not None:
-                extra = [(n, self.variable["y", v, n]) for n in value.fates]
+                extra = [(fate.node, self.variable["y", v, k]) for k, fate in enumerate(value.fates)]
                 extra += [(n, self.variable["r", i, s]) for n, i, s in remade[v]]
                 self.flow(v, BACKWARD, value.backward, extra, reread[v])
         stages = [self.add(0.0, np.inf, False, 1.0) for _ in p.stages]
@@ -153,6 +157,8 @@ class Program:
             if o.elastic:
                 terms.append((self.over, -1.0))
             self.constrain("memory", -np.inf, (p.budget_bytes - row.constant) / 1e9, terms)
+        for limit in p.limits:
+            self.constrain("limit", -np.inf, limit.most / limit.unit, [(self.variable[key], k / limit.unit) for key, k in limit.terms])
 
     def charge(self, variable: int, times: Mapping[int, float]) -> None:
         for a, t in times.items():
@@ -272,7 +278,7 @@ class Program:
             max(range(len(c.labels)), key=[values[self.variable["x", i, s]] for s in range(len(c.labels))].__getitem__)
             for i, c in enumerate(p.choices)
         )
-        kept = {v: frozenset(n for n in value.fates if on(("y", v, n))) for v, value in enumerate(p.values) if value.fates}
+        kept = {v: frozenset(k for k in range(len(value.fates)) if on(("y", v, k))) for v, value in enumerate(p.values) if value.fates}
         rerun = frozenset(i for i, r in enumerate(p.reruns) if on(("r", i, x[r.choice])))
         arcs = {}
         for v, value in enumerate(p.values):

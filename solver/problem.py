@@ -7,18 +7,21 @@ number of equal layers already multiplied in; all sizes are bytes.
     choice   a cluster of operators (or the storage of a parameter) and its strategies; exactly one is taken
     value    a tensor. Its nodes are placements; arcs between nodes are redistributions. A `Flow` is a value in one direction: choices
              supply it at the node their strategy makes it at, and demand it at the node their strategy reads
-    keeping  a value that backward reads is kept at a node where forward makes or reads it, or made again; what is kept supplies the backward flow
+    keeping  a value that backward reads is kept at a node where forward makes or reads it, on the device or away from it, or made again; what is
+             kept supplies the backward flow
     rerun    an operator that may run again in backward, under its own strategy: it demands its operands there and supplies its results
     stage    a stretch whose compute and communication overlap: its time is the largest of its accounts
     row      live bytes at one position of the step, at most the budget
+    limit    anything else that is bounded: bytes in host memory, seconds of a link beside the compute that hides it
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 NONE = -1  # in a map from strategies to nodes: this strategy does not touch the value
+DEVICE, HOST, NVME = MEDIA = ("device", "host", "nvme")
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,18 @@ class Flow:
 
 
 @dataclass(frozen=True)
-class Value:
-    """nodes: names of placements. backward: None when only forward reads it.
+class Fate:
+    """Kept for backward at node `node`, in the device's memory or in another. times: of moving it there and back."""
 
-    fates: nodes at which it may be kept; kept_times: per fate node, what keeping costs (nothing for saving in device memory).
+    node: int
+    medium: str = DEVICE
+    times: Times = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Value:
+    """nodes: names of placements. backward: None when only forward reads it. fates: how it may be kept.
+
     group: the repeated stack it belongs to, "" for what occurs once.
     """
 
@@ -80,7 +91,7 @@ class Value:
     nodes: tuple[str, ...]
     forward: Flow
     backward: Flow | None = None
-    fates: tuple[int, ...] = ()
+    fates: tuple[Fate, ...] = ()
     group: str = ""
 
 
@@ -97,7 +108,7 @@ class Rerun:
 
 
 # What a memory row adds up. Keys of the program's variables:
-#   ("x", choice, strategy)  ("y", value, node)  ("e", value, direction, arc)  ("r", rerun, strategy)  ("z", pair, 0): both of it run again
+#   ("x", choice, strategy)  ("y", value, fate)  ("e", value, direction, arc)  ("r", rerun, strategy)  ("z", pair, 0): both of it run again
 Key = tuple[str, int, int] | tuple[str, int, int, int]
 
 
@@ -108,6 +119,20 @@ class Row:
     name: str
     constant: float
     terms: tuple[tuple[Key, float], ...]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """sum of coefficient x variable <= most, in a unit of its own."""
+
+    name: str
+    most: float
+    terms: tuple[tuple[Key, float], ...]
+
+    @property
+    def unit(self) -> float:
+        """What it is measured against: differences of a millionth of it are none."""
+        return max((abs(k) for _, k in self.terms), default=1.0)
 
 
 @dataclass(frozen=True)
@@ -123,6 +148,13 @@ class Problem:
     forbidden: frozenset[tuple[int, int]] = field(default_factory=frozenset)  # (choice, strategy)
     pairs: tuple[tuple[int, int], ...] = ()  # reruns that hold more memory if both run
     loose: tuple[Row, ...] = ()  # rows that hold for fates that are means over layers, whatever fate each has
+    limits: tuple[Limit, ...] = ()
+    loose_limits: tuple[Limit, ...] = ()
+
+    @property
+    def loosened(self) -> Problem:
+        """What holds for fates that are means over layers: its optimum is a bound of the whole."""
+        return replace(self, rows=self.loose, limits=self.loose_limits)
 
 
 FORWARD, BACKWARD = 0, 1
@@ -130,7 +162,7 @@ FORWARD, BACKWARD = 0, 1
 
 @dataclass(frozen=True)
 class Decision:
-    """A complete answer. strategies: per choice; kept: value -> nodes; rerun: indices of reruns that run (for every layer).
+    """A complete answer. strategies: per choice; kept: value -> its fate (an index of `Value.fates`), at most one; rerun: indices of reruns that run (for every layer).
 
     arcs: (value, direction) -> arcs used.
     """

@@ -98,6 +98,15 @@ class Cost:
         link = self.cluster.host
         return link.latency_s + nbytes / link.reached_Bps if nbytes else 0.0
 
+    def transfer_s(self, resource: str, nbytes: float) -> float:
+        """A copy of `nbytes` over one link. resource: "d2h" | "h2d" | "nvme_write" | "nvme_read"."""
+        if resource in ("d2h", "h2d") or not nbytes:
+            return self.host_s(nbytes)
+        disk = self.cluster.nvme
+        assert disk is not None, "a cluster without disks"
+        link = disk.write if resource == "nvme_write" else disk.read
+        return link.latency_s + nbytes / link.reached_Bps
+
     def _memory_s(self, nbytes: float) -> float:
         d = self.cluster.device
         return nbytes / (d.memory_efficiency * d.memory_bandwidth_Bps)

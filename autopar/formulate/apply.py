@@ -11,7 +11,7 @@ from autopar.placement import Placement
 from autopar.plan import CollectiveUse, OpChoice, ParamChoice, Plan
 from autopar.rules.grammar import Rule
 from autopar.solver.fold import Folded
-from autopar.solver.problem import Arc, Decision, Problem
+from autopar.solver.problem import DEVICE, Arc, Decision, Fate, Problem
 from autopar.solver.shrink import Shrunk
 from autopar.storage import batch_placements, representable
 
@@ -48,6 +48,7 @@ def apply(
     data = names.input_options[x[names.inputs]]
     outputs = tuple(Placement.of(()) if not n else representable(Placement.of(graph.tensors[n].shape), mesh) for n in graph.outputs)
     at = {problem.values[v].name: _kept_at(problem, names, decision, v) for v in decision.kept}
+    sent = {problem.values[v].name: fate.medium for v in decision.kept if (fate := _fate(problem, decision, v)).medium != DEVICE}
     again = {names.reruns[i] for i in decision.rerun}
     outputs_of = {op.name: op.outputs for op in q.graph.ops}
     stands = {small: op.name for op in reversed(graph.ops) for small in (shrunk.image[op.name],)}
@@ -55,6 +56,7 @@ def apply(
     more = [op for op in q.graph.ops if op.name not in stands]
     order = tuple(stands.get(op.name, op.name) for op in q.graph.ops)
     kept: dict[str, Placement] = {}
+    activations: dict[str, str] = {}
     ops: dict[str, OpChoice] = {}
     repeated: dict[str, float] = {}
     rerun: set[str] = set()
@@ -66,26 +68,33 @@ def apply(
             repeated[op.name] = repeats[rep]
         if (rep, q.segment[small]) in again:
             rerun.add(op.name)
+            activations |= {t.name: "recompute" for t in op.outputs if t is not None}
         for t, u in zip(op.outputs, outputs_of[small], strict=True):
             if t is not None and u is not None and q.group[u.name] in at:
                 kept[t.name] = at[q.group[u.name]]
+                activations[t.name] = f"offload:{sent[q.group[u.name]]}" if q.group[u.name] in sent else "save"
     return Plan(
         dict(mesh.parents), "planned", params, ops, batch_placements(graph.inputs, data, mesh), outputs, data,
         {op.name: op.target for op in (*graph.ops, *more)}, _collectives(problem, names, decision), repeated, True, kept, frozenset(rerun),
-        fingerprint=folded.fingerprint(), order=order,
+        fingerprint=folded.fingerprint(), order=order, activations=activations,
         segments={name: n for name, n in shrunk.segments.items() if len(n) > 1},
     )  # fmt: skip
 
 
 def _kept_at(problem: Problem, names: Names, decision: Decision, v: int) -> Placement:
     value = problem.values[v].name
-    (n,) = decision.kept[v]
+    n = _fate(problem, decision, v).node
     if value not in names.merged:
         return names.nodes[v][n]
     op, i = names.clusters.maker[names.quotient.tensor_rep[value]]  # its nodes stand for sizes: it is kept as it is made
     p = names.clusters.made[op][decision.strategies[names.clusters.of[op]]][i]
     assert p is not None
     return p
+
+
+def _fate(problem: Problem, decision: Decision, v: int) -> Fate:
+    (k,) = decision.kept[v]
+    return problem.values[v].fates[k]
 
 
 def _collectives(problem: Problem, names: Names, decision: Decision) -> tuple[CollectiveUse, ...]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from autopar.formulate.memory import rows
 from autopar.formulate.problem import Formulator
-from autopar.solver.problem import Choice, End, Flow, Problem, Rerun, Value
+from autopar.solver.problem import Choice, End, Fate, Flow, Problem, Rerun, Value
 
 
 def ideal(f: Formulator, problem: Problem, whole: Formulator) -> Problem:
@@ -37,7 +37,13 @@ def ideal(f: Formulator, problem: Problem, whole: Formulator) -> Problem:
             times[f.account(2, "compute")] += share
     choices[c0] = replace(choices[c0], times=(dict(times),))
     values = [
-        Value(v.name, ("",), _flow(v.forward), None if v.backward is None else _flow(v.backward), (0,) if v.fates else ())
+        Value(
+            v.name,
+            ("",),
+            _flow(v.forward),
+            None if v.backward is None else _flow(v.backward),
+            tuple({f.medium: Fate(0, f.medium) for f in v.fates}.values()),
+        )
         for v in problem.values
     ]
     reruns = [

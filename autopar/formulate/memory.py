@@ -1,5 +1,6 @@
 """The memory rows: bytes live at every position of forward, backward and the optimizer step, as sums over the program's variables.
 
+Throughout: parameters and optimizer state as stored, buffers, this device's part of the batch.
 Transient: what a position's own direction made and still reads, at the placement it was made in, and versions brought elsewhere from first to
 last use. Kept: from where it is made to its last use in backward, by what runs again too. Made again: from first to last use in backward.
 Gathered parameters live from a stretch before their use, unreduced gradients to a stretch after they are made (`stretches`). Tensors that fused
@@ -27,30 +28,36 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from autopar.cost.memory import is_view
+from autopar.formulate import away
 from autopar.formulate.stretches import Stretches
-from autopar.solver.problem import Key, Problem, Row
+from autopar.solver.problem import DEVICE, Key, Problem, Row
+from autopar.storage import batch_placements
 
 if TYPE_CHECKING:
     from autopar.formulate.problem import Formulator
 
+# Bytes per element that drawing random numbers from counters takes on the way, run call by call: 64-bit words (measured: tests/spmd/test_memory.py).
+RANDOM_BYTES = 27.0
 ADAMW_TEMPORARIES = 1.0  # foreach AdamW holds as many temporary elements as there are parameters (measured on torch 2.13)
 
 
 def rows(f: Formulator, problem: Problem, ideal: bool = False) -> Problem:
     """`problem` with its memory rows. ideal: it is the relaxed one of `autopar.formulate.ideal`, where everything is split over all devices."""
-    r = _Rows(f, problem, ideal)
+    r = Rows(f, problem, ideal)
     found = r.rows()
-    return replace(problem, rows=found, pairs=r.pairs, loose=tuple(r.loose))
+    tight, loose = ((), ()) if ideal else away.limits(r, problem)
+    return replace(problem, rows=found, pairs=r.pairs, loose=tuple(r.loose), limits=tight, loose_limits=loose)
 
 
-class _Rows:
+class Rows:
     def __init__(self, f: Formulator, problem: Problem, ideal: bool = False) -> None:
         self.f, self.problem, self.mesh, self.ideal = f, problem, f.mesh, ideal
         ops = f.graph.ops
         self.turn = next((i for i, op in enumerate(ops) if op.direction == "backward"), len(ops))
         self.position = {op.name: i for i, op in enumerate(ops)}
         self.end = len(ops)
-        self.stretches = Stretches(f)
+        self.stretches = Stretches(f.graph, f.q.stacks)
         self.written = self._written()
         self.remade: dict[int, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)  # value -> reruns that make it, at which nodes
         for i, rerun in enumerate(problem.reruns):
@@ -82,7 +89,7 @@ class _Rows:
             names = {t.name for t in op.outputs if t is not None}
             if fused is not None and op.name in fused and not self.f.rules[op.name].is_heavy:
                 names &= fused[op.name][1]
-            elif fused is not None and self.f.rules[op.name].kind == "view":
+            elif self.f.rules[op.name].kind == "view" and (fused is not None or is_view(op, self.f.rules[op.name])):
                 names = set()
             out |= names
         return out
@@ -101,8 +108,17 @@ class _Rows:
                     step["x", c, i] += times * n * s.master_bytes * (1 + ADAMW_TEMPORARIES)
                     if grad is not None:
                         self.add(("x", c, i), n * s.master_bytes, self.position[grad.split(".")[0]], self.end - 1, t.name, grows=True)
+        static["x", f.fixed, 0] += sum(t.nbytes for t in f.graph.buffers.values())
+        for option, axes in enumerate(f.names.input_options):
+            places = batch_placements(f.graph.inputs, axes, self.mesh)
+            shares = [1 / self.mesh.size if self.ideal else p.share(self.mesh) for p in places]
+            static["x", f.names.inputs, 0 if self.ideal else option] = sum(
+                t.nbytes * n for t, n in zip(f.graph.inputs, shares, strict=True)
+            )
         for v in range(len(self.problem.values)):
             self.value(v)
+        if f.cost.fused is None and not self.ideal:
+            self.workspace()
         if f.only is not None:
             self.chains()
         live = np.zeros((len(self.index), self.width))
@@ -149,16 +165,18 @@ class _Rows:
             if key[0] == "x" or (key[0] == "e" and (key[2] == 0 or key[1] in self.same_for_all_layers)):
                 out[key] += nbytes
             elif key[0] == "y":
-                times, each = self.members[key[1]], self.sizes(key[1])[key[2]]
-                if nbytes > (times - 2.001) * each:
+                fate = self.problem.values[key[1]].fates[key[2]]
+                times, each = self.members[key[1]], self.sizes(key[1])[fate.node]
+                if fate.medium == DEVICE and nbytes > (times - 2.001) * each:
                     out[key] = times * each
                     freed[key[1]] = max(freed[key[1]], times - nbytes / each)
         for v, n in freed.items():
             if n > 1e-3:
                 forward, sizes = self.problem.values[v].forward, self.sizes(v)
+                places = {fate.node for fate in self.problem.values[v].fates}
                 for end in {*forward.supplies, *forward.demands}:  # it was kept at one of these
                     for s, node in enumerate(end.nodes):
-                        if node in self.problem.values[v].fates:
+                        if node in places:
                             out["x", end.choice, s] -= n * sizes[node]
         return out
 
@@ -210,7 +228,7 @@ class _Rows:
         """Bytes of one tensor of value `v`, per node."""
         if v not in self.known_sizes:
             wire = self.f.wires[self.problem.values[v].name]
-            whole = {n: math.prod(p.local_shape(self.mesh)) / max(1, math.prod(p.shape)) for n, p in enumerate(wire.nodes)}
+            whole = {n: p.share(self.mesh) for n, p in enumerate(wire.nodes)}
             shares = {0: 1 / self.mesh.size} if self.ideal else whole
             self.known_sizes[v] = {n: wire.nbytes * share for n, share in shares.items()}
         return self.known_sizes[v]
@@ -218,7 +236,7 @@ class _Rows:
     def tensor(self, v: int, tensor: str) -> None:
         f, value = self.f, self.problem.values[v]
         size = self.sizes(v)
-        made = self.position.get(tensor if tensor in self.position else tensor.split(".")[0], -1)
+        made = self.made(tensor)
         users = {0: self.users(tensor, "forward"), 1: self.users(tensor, "backward")}
         if tensor not in f.param_of and tensor in self.written:
             direction = int(made >= self.turn)
@@ -226,11 +244,15 @@ class _Rows:
             for end in flow.supplies if (flow := (value.forward, value.backward)[direction]) else ():
                 for s, n in enumerate(end.nodes):
                     self.add(("x", end.choice, s), size[n], made, last)
-        for n in value.fates:
+        for k, fate in enumerate(value.fates):
             # While the value is alive in forward its own term counts it; what fusion would not write is written to be kept.
-            first = max(users[0], default=made) + 1 if tensor in self.written else made
-            last = max(users[1]) if users[1] else self.read_again(tensor)
-            self.add(("y", v, n), size[n], first, last, tensor)
+            if fate.medium == DEVICE:
+                first = max(users[0], default=made) + 1 if tensor in self.written else made
+                self.add(("y", v, k), size[fate.node], first, self.last_need(tensor), tensor)
+            else:
+                leaving, back = away.in_flight(self, tensor)
+                self.add(("y", v, k), size[fate.node], leaving[0] if tensor in self.written else made, leaving[1])
+                self.add(("y", v, k), size[fate.node], *back)
         for direction, flow in ((0, value.forward), (1, value.backward)):
             if flow is None or not users[direction]:
                 continue
@@ -248,6 +270,21 @@ class _Rows:
                 for s, n in enumerate(nodes):
                     self.add(("r", i, s), size[n], min(users[1]), max(users[1]))
 
+    def workspace(self) -> None:
+        """What operators that are run call by call make on the way to their results."""
+        f = self.f
+        which = {key: i for i, key in enumerate(f.names.reruns)}
+        for op in f.graph.ops:
+            if f.rules[op.name].kind == "random" and op.outputs[0] is not None:
+                name, t = f.q.rep[op.name], op.outputs[0]
+                c, again = f.cl.of[name], which.get((name, f.q.segment[op.name]))
+                for s, made in enumerate(f.cl.made[name]):
+                    nbytes = RANDOM_BYTES * t.numel * (made[0].share(self.mesh) if made[0] is not None else 1.0)
+                    at = self.position[op.name]
+                    self.add(("x", c, s), nbytes, at, at)
+                    if again is not None and op.name in self.earliest:
+                        self.add(("r", again, s), nbytes, self.earliest[op.name], self.earliest[op.name])
+
     def chains(self) -> None:
         """What is made again for something that is made again lives from when that one is needed: earlier than where backward itself reads it.
 
@@ -255,14 +292,7 @@ class _Rows:
         """
         f, ops = self.f, {op.name: op for op in self.f.graph.ops}
         which = {key: i for i, key in enumerate(f.names.reruns)}
-        earliest: dict[str, int] = {}
-        for op in reversed(f.graph.ops):
-            if op.direction == "forward":
-                at = [p for t in op.outputs if t is not None for p in self.users(t.name, "backward")]
-                later = [r for t in op.outputs if t is not None for r in f.readers.get(t.name, ()) if r.direction == "forward"]
-                at += [earliest[r.name] for r in later if r.name in earliest and f.copy_of.get(r.name) == f.copy_of.get(op.name)]
-                if at:
-                    earliest[op.name] = min(at)
+        earliest = self.earliest
         pairs: dict[tuple[int, int], int] = {}
         for op in f.graph.ops:
             mine = which.get((f.q.rep[op.name], f.q.segment[op.name]))
@@ -278,17 +308,53 @@ class _Rows:
                     if place is None or theirs is None or first is None or theirs == mine or (direct is not None and direct <= first):
                         continue
                     p = list(wire.nodes)[place]
-                    nbytes = wire.nbytes * math.prod(p.local_shape(self.mesh)) / max(1, math.prod(p.shape))
+                    nbytes = wire.nbytes * p.share(self.mesh)
                     k = pairs.setdefault((mine, theirs), len(pairs))
                     self.add(("z", k, 0), nbytes, first, first if direct is None else direct - 1)
         self.pairs = tuple(pairs)
+
+    @cached_property
+    def earliest(self) -> dict[str, int]:
+        """Operator of forward -> the position at which backward first needs something that follows from it in its layer and may be made again (what
+        a layer hands on is not)."""
+        f, found = self.f, dict[str, int]()
+        for op in reversed(f.graph.ops):
+            if op.direction == "forward":
+                mine = [t.name for t in op.outputs if t is not None and not f.leaves_its_copy(op, t)]
+                at = [p for t in mine for p in self.users(t, "backward")]
+                later = [r for t in mine for r in f.readers.get(t, ()) if r.direction == "forward"]
+                at += [found[r.name] for r in later if r.name in found and f.copy_of.get(r.name) == f.copy_of.get(op.name)]
+                if at:
+                    found[op.name] = min(at)
+        return found
+
+    def made(self, tensor: str) -> int:
+        return self.position.get(tensor if tensor in self.position else tensor.split(".")[0], -1)
+
+    def first_need(self, tensor: str) -> int:
+        """The first position of backward at which it, or what may run again, reads `tensor`."""
+        again = [self.earliest[r] for r in self.readers_through_views(tensor) if r in self.earliest]
+        return min([*self.users(tensor, "backward"), *again], default=self.turn)
+
+    def last_need(self, tensor: str) -> int:
+        users = self.users(tensor, "backward")
+        return max(users) if users else self.read_again(tensor)
+
+    def stack_of(self, position: int) -> int | None:
+        """The repeated stack that an operator is of."""
+        return self.stacks.get(self.f.graph.ops[position].name)
+
+    @cached_property
+    def stacks(self) -> dict[str, int]:
+        f = self.f
+        return {n: i for i, s in enumerate(f.q.stacks) for copies in (s.forward, s.backward) for names in copies for n in names}
 
     def readers_through_views(self, name: str) -> list[str]:
         out: list[str] = []
         for op in self.f.readers.get(name, ()):
             if op.direction == "forward":
-                if self.f.rules[op.name].kind == "view" and op.outputs[0] is not None:
-                    out += self.readers_through_views(op.outputs[0].name)
+                if self.f.rules[op.name].kind == "view":
+                    out += [r for t in op.outputs if t is not None for r in self.readers_through_views(t.name)]
                 else:
                     out.append(op.name)
         return out
@@ -320,9 +386,10 @@ class _Rows:
                 if op.direction == direction:
                     out.append(self.position[op.name])
                 through = self.f.rules[op.name].kind == "view" or (name in self.f.param_of and self.f.is_chained(op))
-                if through and op.outputs[0] is not None and op.outputs[0].name not in seen:
-                    seen.add(op.outputs[0].name)
-                    todo.append(op.outputs[0].name)
+                for t in op.outputs if through else ():
+                    if t is not None and t.name not in seen:
+                        seen.add(t.name)
+                        todo.append(t.name)
         return out
 
 

@@ -14,25 +14,27 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from autopar.cost import Cost
 from autopar.cost.inside import inside
-from autopar.cost.memory import is_view
+from autopar.cost.memory import base_name, is_view
+from autopar.formulate.away import fates
 from autopar.formulate.clusters import Clusters, clusters, narrowed
 from autopar.formulate.memory import rows
 from autopar.formulate.options import OpStrategy
 from autopar.formulate.quotient import Quotient
 from autopar.formulate.storage import Storage, storages
-from autopar.graph import DTYPE_BYTES, Op, Tensor
+from autopar.graph import DTYPE_BYTES, MUST_RECOMPUTE, MUST_SAVE, Op, Tensor
 from autopar.mesh import Mesh
 from autopar.placement import Placement
 from autopar.redistribution import Step, redistribute
 from autopar.rules.grammar import Rule
 from autopar.rules.strategy import letter_at, right_of
-from autopar.solver.problem import Account, Arc, Choice, End, Flow, Problem, Rerun, Value
+from autopar.solver.problem import Account, Arc, Choice, End, Fate, Flow, Problem, Rerun, Value
 from autopar.storage import batch_placements
 
-RESOURCES = ("compute", "intra", "inter")
+RESOURCES = ("compute", "intra", "inter", "d2h", "h2d", "nvme_write", "nvme_read")
 STAGES = ("forward", "backward", "optimizer")
 
 
@@ -41,7 +43,9 @@ class Setting:
     """What a plan depends on besides graph, mesh and costs.
 
     trainable: parameters with gradients. reduce: dtype gradients are reduced in ("" : their own). state_bytes: optimizer state per element.
-    master_bytes: bytes of a stored parameter element.
+    master_bytes: bytes of a stored parameter element. media: where activations may be kept besides the device ("host", "nvme"); host_bytes,
+    nvme_bytes: a device's share of it; least_bytes: what is smaller, on one device, is not worth a copy of its own.
+    fuses: whether memory-bound neighbours become one kernel, as Inductor makes it.
     """
 
     trainable: frozenset[str]
@@ -49,6 +53,11 @@ class Setting:
     state_bytes: float = 8.0
     master_bytes: float = 4.0
     budget_bytes: float = float("inf")
+    media: tuple[str, ...] = ()
+    host_bytes: float = float("inf")
+    nvme_bytes: float = float("inf")
+    least_bytes: float = 2.0**20
+    fuses: bool = True
 
 
 @dataclass
@@ -303,8 +312,9 @@ class Formulator:
             places = [m[i] for m in self.cl.made[name]]
             wire = self.wire(t)
             wire.supplies[direction][End(c, self.nodes(wire, [p for p in places if p is not None]))] = None
-            # A view is made again for nothing from what it is a view of; that is what is kept.
-            wire.fates = direction == 0 and not is_view(op, self.rules[op.name])
+            # A view is made again for nothing from what it is a view of; that is what is kept. What must be made again is not kept, if it can be.
+            gone = op.tag(i) == MUST_RECOMPUTE and self.makes_again(op, i)
+            wire.fates = direction == 0 and not is_view(op, self.rules[op.name]) and not gone
             for p in self.params_of_grad.get(t.name, ()):
                 choice, options = self.names.storage[self.q.group[self.graph.params[p].name]]
                 wire.overlaps = True
@@ -364,16 +374,32 @@ class Formulator:
                         todo.append(r.outputs[0].name)
         return False
 
-    def rerun(self, op: Op, segment: int, times: tuple[dict[int, float], ...]) -> Rerun:
-        """All operators of a class and segment run again, or none. What a layer hands on is kept or not needed: made again, it would take
+    @cached_property
+    def needed_again(self) -> set[str]:
+        """Tensors that backward reads, or what may be made again for it."""
+        found: set[str] = set()
+        for op in reversed(self.graph.ops):
+            again = [i for i, t in enumerate(op.outputs) if t is not None and t.name in found and self.makes_again(op, i)]
+            if op.direction == "backward" or (again and not (again == [1] and is_mask_tagged(op))):
+                found |= {t.name for t in op.inputs}
+        return found
+
+    def makes_again(self, op: Op, i: int) -> bool:
+        """Whether a rerun of `op` supplies its output `i`. What a layer hands on is kept or not needed: made again, it would take
         the layers before it with it, all of whose results would then live at once."""
+        t = op.outputs[i]
+        return t is not None and op.tag(i) != MUST_SAVE and not self.leaves_its_copy(op, t)
+
+    def rerun(self, op: Op, segment: int, times: tuple[dict[int, float], ...]) -> Rerun:
+        """All operators of a class and segment run again, or none. Of a dropout whose mask alone is needed, no operand is."""
         c = self.cl.of[op.name]
         reads: dict[tuple[int, tuple[int, ...]], None] = {}
         makes: dict[tuple[int, tuple[int, ...]], None] = {}
         for copy in self.copies[op.name]:
             if self.q.segment[copy.name] != segment:
                 continue
-            for i, t in enumerate(copy.inputs):
+            mask_alone = is_mask_tagged(copy) and not (copy.out.name in self.needed_again and self.makes_again(copy, 0))
+            for i, t in enumerate(() if mask_alone else copy.inputs):
                 if self.cl.chain.get(self.q.tensor_rep[t.name], ("", ()))[1]:
                     continue  # parameters are at hand in backward; the chain is made again with its reader
                 wire = self.wire(t)
@@ -382,7 +408,7 @@ class Formulator:
                     wire.reads.append((len(self.names.reruns), nodes))
                     reads[self.names.value_of[wire.name], nodes] = None
             for i, t in enumerate(copy.outputs):
-                if t is not None and not self.leaves_its_copy(copy, t):
+                if t is not None and self.makes_again(copy, i):
                     wire = self.wire(t)
                     made = tuple(wire.node(m[i]) for m in self.cl.made[op.name])  # type: ignore[arg-type]
                     makes[self.names.value_of[wire.name], made] = None
@@ -395,18 +421,18 @@ class Formulator:
         demanded[1] |= {n for _, nodes in w.reads for n in nodes}
         supplied = {d: {n for end in w.supplies[d] for n in end.nodes} for d in (0, 1)}
         places = list(w.nodes)
-        fates: tuple[int, ...] = ()
+        ways: tuple[Fate, ...] = ()
         if demanded[1] and not w.fates:
             supplied[1] |= supplied[0]  # a view, made again where it was made
         if w.fates and demanded[1]:
             keepable = sorted(n for n in supplied[0] | demanded[0] if not places[n].partial or n in demanded[1])
-            fates = tuple(keepable)
-            supplied[1] |= set(fates) | supplied[0]
-        forward = Flow(self.arcs(w, supplied[0], demanded[0] | set(fates), 0), tuple(w.supplies[0]), tuple(w.demands[0]))
+            ways = fates(self, {n: w.nbytes * places[n].share(self.mesh) for n in keepable}, w.count)
+            supplied[1] |= set(keepable) | supplied[0]
+        forward = Flow(self.arcs(w, supplied[0], demanded[0] | {way.node for way in ways}, 0), tuple(w.supplies[0]), tuple(w.demands[0]))
         backward = None
         if demanded[1]:
             backward = Flow(self.arcs(w, supplied[1], demanded[1], 1), tuple(w.supplies[1]), tuple(w.demands[1]))
-        return Value(w.name, tuple(map(str, places)), forward, backward, fates)
+        return Value(w.name, tuple(map(str, places)), forward, backward, ways)
 
     def merge(self, w: _Wire) -> None:
         """A value that one cluster makes and reads in one placement moves nowhere: only its size matters, so nodes of one size become one."""
@@ -466,6 +492,11 @@ class Formulator:
                 a = self.account(stage, resource)
                 out[a] = out.get(a, 0.0) + w.count * seconds
         return out
+
+
+def is_mask_tagged(op: Op) -> bool:
+    """Whether the user wants a dropout's mask made again. It is drawn from a counter, so of nothing."""
+    return base_name(op) == "native_dropout" and op.tag(1) == MUST_RECOMPUTE
 
 
 def moved(src: Placement, dst: Placement, mesh: Mesh) -> list[Step] | None:

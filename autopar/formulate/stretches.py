@@ -9,27 +9,27 @@ The passes cut by the bytes of collectives that there are then; a copy's cut may
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from autopar.formulate.problem import Formulator
+from autopar.graph import Graph
+from autopar.solver.stacks import Stack
 
 
 class Stretches:
-    def __init__(self, f: Formulator) -> None:
-        ops = f.graph.ops
+    def __init__(self, graph: Graph, stacks: Sequence[Stack]) -> None:
+        ops = graph.ops
         self.turn = next((i for i, op in enumerate(ops) if op.direction == "backward"), len(ops))
         self.end = len(ops)
         position = {op.name: i for i, op in enumerate(ops)}
         layers = sorted(
             (min(at), max(at) + 1)
-            for stack in f.q.stacks
+            for stack in stacks
             for copies in (stack.forward, stack.backward)
             for names in copies
             if (at := [position[n] for n in names])
         )
-        leaves = {t.name: t.nbytes for t in f.graph.params.values()}
+        leaves = {t.name: t.nbytes for t in graph.params.values()}
         read = [sum(leaves.get(t.name, 0) for t in dict.fromkeys(op.inputs)) for op in ops]
         inside = [sum(read[a:b]) for a, b in layers]
         sizes = [n for n in read if n]
@@ -55,6 +55,10 @@ class Stretches:
             gathered += read[i]
         return out
 
+    def at(self, position: int) -> int:
+        """The index of the stretch that `position` lies in."""
+        return max(0, bisect.bisect_right(self.starts, position) - 1)
+
     def issued(self, use: int) -> int:
         """The position from which a parameter that is first read at `use` is being gathered."""
         i = bisect.bisect_right(self.starts, use) - 1
@@ -65,3 +69,9 @@ class Stretches:
         """The last position at which a gradient made at `made` is still being reduced."""
         i = bisect.bisect_right(self.starts, made) + 1
         return (self.starts[i] if i < len(self.starts) else self.end) - 1
+
+
+def stretch_of(graph: Graph, stacks: Sequence[Stack]) -> dict[str, int]:
+    """The stretch of every operator of a whole program, for the passes that move things between them."""
+    found = Stretches(graph, stacks)
+    return {op.name: found.at(i) for i, op in enumerate(graph.ops)}

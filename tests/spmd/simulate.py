@@ -20,16 +20,21 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from autopar import _torch
 from autopar.capture import Call, Captured, Role, capture, off_cache
 from autopar.describe import describe
+from autopar.formulate.stretches import stretch_of
 from autopar.graph import Graph
 from autopar.layout import Layout
 from autopar.mesh import Mesh
-from autopar.passes.manager import run_passes
+from autopar.passes.manager import joint_passes, run_passes
+from autopar.passes.offload import offload
 from autopar.passes.partition import Parts, partition
 from autopar.passes.shard import Options, group_name, group_names, shard
 from autopar.plan import Plan
 from autopar.propagate import propagate
 from autopar.random import EagerRandom
 from autopar.shards import cut, join
+from autopar.solver.fold import fold
+
+STORE = "simulated"  # of activations kept away from the device; a test whose plan has some opens it
 
 
 @contextlib.contextmanager
@@ -53,10 +58,10 @@ class Simulated:
     mesh: Mesh
     collectives: tuple[Any, ...]
 
-    def run(
+    def values(
         self, params: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], tensors: tuple[torch.Tensor, ...], seed: tuple[int, int]
-    ):
-        """(outputs, gradients by name, buffer updates) of one step, whole tensors in and out."""
+    ) -> dict[Role, Any]:
+        """What the graphs are given, by role, on all ranks."""
         mesh, n = self.mesh, self.mesh.size
         at = [mesh.coordinates(r) for r in range(n)]
 
@@ -81,6 +86,14 @@ class Simulated:
                 values[role] = LocalTensor({r: torch.tensor(seed) for r in range(n)})
             elif role.kind == "tangent":
                 values[role] = LocalTensor({r: torch.ones((), dtype=tensor_dtype(self.captured)) for r in range(n)})
+        return values
+
+    def run(
+        self, params: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], tensors: tuple[torch.Tensor, ...], seed: tuple[int, int]
+    ):
+        """(outputs, gradients by name, buffer updates) of one step, whole tensors in and out."""
+        mesh, n = self.mesh, self.mesh.size
+        values = self.values(params, buffers, tensors, seed)
         with torch.no_grad(), LocalTensorMode(n):
             out = fx.Interpreter(self.parts.forward).run(*[values[r] for r in self.parts.forward_inputs])
             k = len(self.parts.forward_outputs)
@@ -129,19 +142,21 @@ def prepare(model: nn.Module, kwargs: dict[str, Any], loss_fn: Any = None, grad:
     return Prepared(model, captured, describe(captured), call.tensors)
 
 
-def simulated(p: Prepared, mesh_axes: dict[str, int], layout: str | Layout | Plan) -> Simulated:
+def simulated(p: Prepared, mesh_axes: dict[str, int], layout: str | Layout | Plan, fuses: bool = True) -> Simulated:
     """Must run inside `fake_world` of the mesh's size."""
     mesh = Mesh.of(mesh_axes)
     trainable = frozenset(n for n, q in p.model.named_parameters() if q.requires_grad)
     plan = layout if isinstance(layout, Plan) else propagate(p.graph, Layout.of(layout, mesh), mesh_axes, trainable)
     storage = {n: q.dtype for n, q in p.model.named_parameters()}
-    sharded = run_passes(shard(p.captured, p.graph, plan, Options(torch.device("cpu"), storage, "sim")), "sim")
+    sharded = run_passes(shard(p.captured, p.graph, plan, Options(torch.device("cpu"), storage, "sim")), "sim", joint_passes(fuses))
     for axes in group_names(sharded.gm, "sim"):
         for ranks in mesh.groups(axes):
             group = dist.new_group(ranks)
             if 0 in ranks:
                 _torch.alias_process_group(group_name("sim", axes), group)
     parts = partition(sharded, reshard_after_forward=plan.reshard_after_forward, recompute=plan.recompute)
+    if plan.offload:
+        parts = offload(parts, STORE, stretch_of(p.graph, fold(p.graph).stacks), p.captured.fake_mode)
     return Simulated(p.captured, p.graph, plan, parts, mesh, sharded.collectives)
 
 

@@ -37,7 +37,7 @@ from autopar.rules import lookup
 from autopar.solver.evaluate import Price, evaluate, tidy
 from autopar.solver.fold import Folded, fold, folded
 from autopar.solver.model import Options, Program
-from autopar.solver.problem import BACKWARD, FORWARD, NONE, Decision, End, Key, Problem, Times
+from autopar.solver.problem import BACKWARD, DEVICE, FORWARD, NONE, Decision, End, Key, Problem, Times, Value
 from autopar.solver.shrink import Shrunk, shrink
 from autopar.solver.solve import Infeasible, Limits
 from autopar.staged import WORTH, Stages
@@ -209,6 +209,11 @@ def whole(f: Folded, small: Formulator, cluster: Cluster, setting: Setting, only
     return Whole(alone, problem, names, like, list(values.values()), list(reruns.values()))
 
 
+def fate_at(value: Value, node: int) -> int:
+    """How `value` is kept on the device at `node`."""
+    return next(k for k, fate in enumerate(value.fates) if fate.node == node and fate.medium == DEVICE)
+
+
 def spread(f: Folded, s: Shrunk, small: Problem, names: Names, d: Decision, w: Whole) -> Decision:
     """`d`, of the problem `small` of the folded graph `s`, as a decision of the whole."""
     q, p = names.quotient, w.problem
@@ -222,12 +227,13 @@ def spread(f: Folded, s: Shrunk, small: Problem, names: Names, d: Decision, w: W
         mine = index[q.group[name]]
         theirs = small.values[mine]
         if mine in d.kept:
-            (n,) = d.kept[mine]
+            (k,) = d.kept[mine]
+            n = theirs.fates[k].node
             if theirs.name in names.merged:  # its nodes stand for sizes: it is kept where it is made
                 (n,) = {end.nodes[x[end.choice]] for end in value.forward.supplies}
             else:
                 n = value.nodes.index(theirs.nodes[n])
-            kept[v] = frozenset({n})
+            kept[v] = frozenset({fate_at(value, n)})
         for direction, here, there in ((FORWARD, theirs.forward, value.forward), (BACKWARD, theirs.backward, value.backward)):
             used = d.arcs.get((mine, direction), frozenset())
             if used:
@@ -375,7 +381,7 @@ class Oracle:
         have, wanted = at(value.forward.supplies), at(value.forward.demands)
         if value.backward is None:
             return have, wanted, None
-        keepable = (have | wanted) & {value.nodes[n] for n in value.fates}
+        keepable = (have | wanted) & {value.nodes[fate.node] for fate in value.fates}
         return have, wanted, Backward(at(value.backward.supplies), at(value.backward.demands), remade, reread, keepable)
 
     def reruns(self, behind: Mapping[int, Backward]) -> Iterator[frozenset[int]]:
@@ -413,7 +419,7 @@ class Oracle:
         for v in self.whole.values[g]:
             value = self.problem.values[v]
             if kept is not None:
-                out += self.takes(("y", v, value.nodes.index(kept)))
+                out += self.takes(("y", v, fate_at(value, value.nodes.index(kept))))
             for labels, (a, times) in self.arcs(v, direction).items():
                 if labels in arcs:
                     out += self.takes(("e", v, direction, a), times)
@@ -457,7 +463,8 @@ class Oracle:
             option = options[pick]
             for v in self.whole.values[g]:
                 if option.kept is not None:
-                    kept[v] = frozenset({self.problem.values[v].nodes.index(option.kept)})
+                    value = self.problem.values[v]
+                    kept[v] = frozenset({fate_at(value, value.nodes.index(option.kept))})
                 if option.arcs:
                     known = self.arcs(v, option.direction)
                     arcs[v, option.direction] = frozenset(known[labels][0] for labels in option.arcs)
