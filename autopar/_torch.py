@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -39,6 +40,7 @@ def export_joint(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[f
         stack.enter_context(_no_idle_work())
         gm = _dynamo_graph_capture_for_export(module)(*inputs)
         _restore_state_dict(module, gm)
+        _open_regions(gm, itertools.count(), None)
         joint = aot_export_joint_with_descriptors(stack, gm, inputs, decompositions=_early_decompositions())
     g = joint.graph_module
     in_descs = [n.meta["desc"] for n in g.graph.nodes if n.op == "placeholder"]
@@ -144,6 +146,8 @@ def explain_capture_failure(e: BaseException) -> tuple[str, str] | None:
     """(what, "file:line in function: source") of an error raised while capturing; None if it is not about capture."""
     from torch._dynamo import exc
 
+    if isinstance(e, NotImplementedError) and str(e).startswith("checkpoint not implemented for"):
+        return "the context_fn of a checkpoint must be a function of a module or a functools.partial of one, not made in forward", ""
     kinds: tuple[type[BaseException], ...] = (exc.TorchDynamoException,)
     import torch.fx.experimental.symbolic_shapes as ss
 
@@ -162,6 +166,105 @@ def explain_capture_failure(e: BaseException) -> tuple[str, str] | None:
         f = stack[-1]
         where = f"{f.filename}:{f.lineno} in {f.name}: {f.line}"
     return " ".join([what, explanation]).strip(), where
+
+
+# ---- checkpointed regions ------------------------------------------------------------------------------------------
+
+# What a policy that saves attention calls it, by device and kernel; captured is one op of ours.
+_ATTENTION = tuple(
+    f"_scaled_dot_product_{kernel}" for kernel in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+)
+
+
+def _open_regions(gm: fx.GraphModule, numbers: Iterator[int], region: int | None) -> None:
+    """In dynamo's graph, calls of `tag_activation_checkpoint` become calls that trace the region as part of the program, each node with its
+    region's number and what the region's policy says of it. A region within a region is a part of it.
+
+    (torch's own way there goes through saved-tensor hooks, and what it says of a node does not tell a region from a policy's hint.)"""
+    for node in list(gm.graph.nodes):
+        body = get_attribute(gm, str(node.target)) if node.op == "get_attr" else None
+        if not isinstance(body, fx.GraphModule):
+            continue
+        inner = region
+        for user in list(node.users):
+            if user.target is torch.ops.higher_order.tag_activation_checkpoint:
+                inner = next(numbers) if region is None else region
+                user.target, user.args, user.kwargs = _run_region, (node, inner, *user.args[1:]), {}
+        _open_regions(body, numbers, inner)
+    gm.recompile()
+
+
+def _run_region(body: fx.GraphModule, region: int, *args: Any) -> Any:
+    from torch.fx import traceback
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    context_fn = body.meta.get("_checkpoint_context_fn")
+    around: Any = contextlib.nullcontext() if context_fn is None else context_fn()[0]
+    tag = CheckpointPolicy.MUST_RECOMPUTE
+    if hasattr(around, "policy_fn"):
+        around, tag = _Asking(around.policy_fn), CheckpointPolicy.PREFER_RECOMPUTE
+    for n in body.graph.nodes:  # what these nodes are traced into inherits the two
+        n.meta |= {"ac_graph_id": region, "recompute": tag}
+    with traceback.preserve_node_meta(), around:
+        return fx.Interpreter(body).run(*args)
+
+
+class _Asking(TorchDispatchMode):
+    """Asks a selective checkpoint's policy about every op, and notes its answers on the nodes that the op is traced into."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __init__(self, policy: Callable[..., Any]) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from torch.fx.experimental.proxy_tensor import get_proxy_mode
+        from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+        kwargs = kwargs or {}
+        mode = get_proxy_mode()
+        if mode is None or func in SAC_IGNORED_OPS:
+            return func(*args, **kwargs)
+        nodes = mode.tracer.graph.nodes
+        before = len(nodes)
+        out = func(*args, **kwargs)
+        answer = self.answer(out, func, args, kwargs)
+        for n in itertools.islice(reversed(nodes), len(nodes) - before):
+            n.meta["recompute"] = answer
+        return out
+
+    def answer(self, out: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
+        context: Any = SelectiveCheckpointContext(is_recompute=False)
+        context.op_output = out
+        answer = self.policy(context, func, *args, **kwargs)
+        if str(func).startswith("autopar.attention"):
+            also = (self.policy(context, getattr(torch.ops.aten, name).default, *args, **kwargs) for name in _ATTENTION)
+            answer = next((a for a in also if a != answer), answer)
+        if isinstance(answer, bool):
+            return CheckpointPolicy.MUST_SAVE if answer else CheckpointPolicy.MUST_RECOMPUTE
+        # A list of ops is turned by torch into a policy of its own: of what is not on it, it cannot say "must".
+        if getattr(self.policy, "__module__", "") == "torch.utils.checkpoint" and answer is CheckpointPolicy.PREFER_RECOMPUTE:
+            return CheckpointPolicy.MUST_RECOMPUTE
+        return answer
+
+
+def region_of(n: fx.Node) -> tuple[int | None, str]:
+    """The checkpointed region of a node of the joint graph, and what the region says of it: "must_recompute", ... What it would have offloaded
+    it would not have made again."""
+    region, answer = n.meta.get("ac_graph_id"), n.meta.get("recompute")
+    return region, "" if region is None else answer.name.lower().replace("cpu_offload", "save")
+
+
+def leave_region(n: fx.Node) -> None:
+    n.meta.pop("ac_graph_id", None)
+    n.meta.pop("recompute", None)
 
 
 # ---- fx ------------------------------------------------------------------------------------------------------------
@@ -414,3 +517,54 @@ def swap_parameter(p: torch.Tensor, new: torch.Tensor) -> None:
         p._post_accumulate_grad_hooks = after  # type: ignore[attr-defined]
     if before:
         p._backward_hooks = before
+
+
+# ---- torch's own partitioner, to compare with ------------------------------------------------------------------------
+
+
+class _Settled(Exception):
+    """Stops the partitioner once it has chosen."""
+
+
+def saved_by_min_cut(
+    gm: fx.GraphModule, forward_outputs: int, budget: float, solver: str, heavy: set[Any], cheap: set[Any], views: set[Any]
+) -> list[str]:
+    """Names of the nodes of a joint graph (which is changed) that torch's min-cut partitioner keeps for backward.
+
+    budget, solver: `activation_memory_budget` and its knapsack's. heavy, cheap, views: operators (packets) it shall take for expensive, for recomputable
+    and fusible, for views, besides those it knows.
+    """
+    from unittest import mock
+
+    from torch._functorch import config, partitioners
+
+    known = partitioners.get_default_op_list()
+    chosen: list[str] = []
+    choose = partitioners.choose_saved_values_set
+
+    def choosing(*args: Any, **kwargs: Any) -> Any:
+        chosen.extend(n.name for n in choose(*args, **kwargs))
+        raise _Settled
+
+    for op in (*cheap, *views):
+        known.recomputable_ops.add(op)
+        known.fusible_ops.add(op)
+    for op in views:
+        known.view_ops.add(op)
+    for op in heavy:
+        known.compute_intensive_ops.add(op)
+    with (
+        mock.patch.object(partitioners, "choose_saved_values_set", choosing),
+        mock.patch.object(partitioners, "get_default_op_list", lambda: known),
+        config.patch({"activation_memory_budget": budget, "activation_memory_budget_solver": solver}),
+        contextlib.suppress(_Settled),
+    ):
+        partitioners.min_cut_rematerialization_partition(gm, None, num_fwd_outputs=forward_outputs)
+    return chosen
+
+
+def decomposed_late() -> set[Any]:
+    """The operators that Inductor decomposes before its partitioner sees a graph."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return set(select_decomp_table())

@@ -3,7 +3,7 @@
 The user's module is never traced itself: a skeleton of it (a deep copy whose parameters and buffers are fake CPU tensors of
 the same shapes, ties kept) is. So it does not matter whether the parameters are plain, DTensors or on meta, and no memory is used.
 Dynamo inlines the module's Python; AOTAutograd adds the backward. Attention is caught as one op
-(`capture_ops`), everything else stays at the level of aten.
+(`capture_ops`), checkpointed regions become tags (`capture_tags`), everything else stays at the level of aten.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import fx, nn
 
 from autopar import _torch
 from autopar.capture_ops import captured_ops
+from autopar.capture_tags import lift_marks, settle_tags
 from autopar.common import merge_equal
 from autopar.errors import CaptureError
 
@@ -180,7 +181,9 @@ def capture(
     spec = out_spec
     is_loss = LOSS in _keys(spec)
     _torch.drop_dead_code(gm)
+    lift_marks(gm)
     merge_equal(gm)
+    settle_tags(gm)
     results = gm.graph.output_node().args[0]
     constants = {r.index: v for r, v in zip(roles_out, results, strict=True) if r.kind == "output" and not isinstance(v, fx.Node)}
     return Captured(gm, roles_in, roles_out, spec, is_loss, mode, shapes, constants)

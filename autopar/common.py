@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from autopar import _torch
+from autopar.capture_tags import join_tags
 
 
 def merge_equal(gm: fx.GraphModule) -> int:
@@ -33,6 +34,7 @@ def merge_equal(gm: fx.GraphModule) -> int:
                     last = [n for n in gm.graph.nodes if n.op == "placeholder"][-1]
                 last.append(first)
                 moved.add(first)
+            join_tags(first, node)
             node.replace_all_uses_with(first)
             gm.graph.erase_node(node)
             merged += 1

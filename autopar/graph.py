@@ -19,6 +19,9 @@ DTYPE_BYTES = {
 }  # fmt: skip
 
 
+TAGS = (MUST_SAVE, MUST_RECOMPUTE, PREFER_SAVE, PREFER_RECOMPUTE) = ("must_save", "must_recompute", "prefer_save", "prefer_recompute")
+
+
 @dataclass(frozen=True)
 class Tensor:
     """A value: `name` of the fx node (with `.i` for output i of a multi-output op), global shape, dtype name."""
@@ -44,6 +47,7 @@ class Op:
     args, kwargs: as in the fx node, with every tensor replaced by its `Tensor` (also inside lists).
     outputs: one entry per output; None where the op returns no tensor there.
     direction: "forward" or "backward".  module: the module path it came from, "" if unknown.
+    tags: what the user wants of each output, one of TAGS ("": nothing); () where there is no tag (`autopar.tags`).
     """
 
     name: str
@@ -53,6 +57,7 @@ class Op:
     outputs: tuple[Tensor | None, ...]
     direction: str = "forward"
     module: str = ""
+    tags: tuple[str, ...] = ()
 
     @cached_property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -64,6 +69,16 @@ class Op:
         if index < len(self.args):
             return self.args[index]
         return self.kwargs.get(name, default)
+
+    def tag(self, index: int) -> str:
+        """What the user wants of output `index`."""
+        return self.tags[index] if self.tags else ""
+
+    @property
+    def binding(self) -> tuple[str, ...]:
+        """The tags that a plan has to keep to: part of what the op is."""
+        kept = tuple(t if t in (MUST_SAVE, MUST_RECOMPUTE) else "" for t in self.tags)
+        return kept if any(kept) else ()
 
     @property
     def out(self) -> Tensor:

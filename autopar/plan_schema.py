@@ -113,6 +113,7 @@ class PlanModel(_Model):
     cluster: Text = ""
     activations: dict[Fate, Rows[Text]] = {}
     recompute: Rows[Text] = []
+    unmet: Table[Text] = []
     predicted: Annotated[dict[Text, Number], Field(max_length=1000)] = {}
     solver: Annotated[dict[Text, Value], Field(max_length=1000)] = {}
 
@@ -306,6 +307,7 @@ def _file(plan: Plan) -> FileModel:
         "cluster": plan.cluster,
         "activations": fates,
         "recompute": sorted(plan.recompute),
+        "unmet": plan.unmet,
         "predicted": {k: float(v) for k, v in plan.predicted.items()},
         "solver": {k: v for k, v in plan.solver.items() if not is_timing(k)},
     }
@@ -373,6 +375,7 @@ def _decode(file: FileModel) -> Plan:
         reshard_after_forward=m.reshard_after_forward,
         kept={n: _at(kept_table, i, f"kept {n!r}") for n, i in m.kept},
         recompute=frozenset(m.recompute),
+        unmet=tuple(m.unmet),
         fingerprint=m.fingerprint,
         order=tuple(m.order),
         segments={name: tuple(counts) for name, counts in m.segments},

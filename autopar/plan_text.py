@@ -38,6 +38,8 @@ def text(plan: Plan) -> str:
     lines += _blocks(plan)
     lines += _collectives(plan)
     lines.append(f"fallbacks (ops without a rule, replicated): {plan.fallbacks or 'none'}")
+    if plan.unmet:
+        lines.append(f"kept, though tagged to be made again: {'; '.join(plan.unmet)}")
     if plan.repeated:
         lines.append(f"heavy ops whose work some ranks repeat: {dict(Counter(plan.targets[o] for o in plan.repeated))}")
     figures = {k: v for k, v in plan.predicted.items() if k != "blocking_collectives"}

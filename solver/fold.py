@@ -231,7 +231,7 @@ class _Text:
                 reads = [self._outside(t.name) for t in op.inputs]
             constants = st.constant_text(op.args, st.shape_text) + st.constant_text(op.kwargs, st.shape_text)
             results = " ".join(map(st.shape_text, op.outputs))
-            text = f"%{self.id[f.rep[op.name]]} {op.direction} {op.target}{constants} reads {', '.join(reads)} gives {results}"
+            text = f"%{self.id[f.rep[op.name]]} {op.direction} {op.target}{constants} reads {', '.join(reads)} gives {results}{st.tag_text(op)}"
             found.append((text, f.count[f.rep[op.name]]))
         found += [(f"output {self._outside(n) if n else '-'}", 1) for n in g.outputs]
         made_for = [("gradient", g.params[n], t) for n, t in g.grads.items()]

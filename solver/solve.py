@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ortools.math_opt.python import mathopt
 
@@ -149,6 +149,28 @@ def look(
     return Look(decision, evaluate(within, decision) if whole else None, bound_s, stopped, len(program.lower), len(program.row_lower))
 
 
+def whole(problem: Problem, limits: Limits | None = None) -> Solution | None:
+    """The optimum, within the limits' gap, if all layers share their fates; None where nothing fits. Raises NoAnswer."""
+    limits, start = limits or Limits(), time.perf_counter()
+    program = Program(problem, Options(fates="binary"))
+    try:
+        values, bound, stopped = _run(program, limits, start, ())
+    except _Failed:
+        return None
+    decision = tidy(problem, program.decision(values)[0])
+    price = evaluate(problem, decision)
+    assert not price.unmet, price.unmet[:3]
+    bound_s = program.true_bound(bound) / 1e3 + problem.constant_s
+    return Solution(decision, price, bound_s, time.perf_counter() - start, stopped, len(program.lower), len(program.row_lower))
+
+
+def smallest(problem: Problem, limits: Limits | None = None, gap: float = 0.02) -> tuple[float, Decision] | None:
+    """The smallest peak within `gap` and a decision that has it, if all layers share their fates; None where demands cannot be met at all."""
+    limits = limits or Limits()
+    decision = _smallest(replace(problem, budget_bytes=0.0), limits, time.perf_counter(), gap)
+    return None if decision is None else (max(evaluate(problem, decision).row_bytes, default=0.0), decision)
+
+
 def explain(problem: Problem, limits: Limits | None = None) -> Infeasible:
     """By how much the budget is short, if all layers share their fates."""
     return _explain(problem, limits or Limits(), time.perf_counter())
@@ -199,22 +221,27 @@ def _run(program: Program, limits: Limits, start: float, hints: Sequence[Sequenc
 
 def _explain(problem: Problem, limits: Limits, start: float) -> Infeasible:
     """Elastic rows: the least by which the budget must grow, and the position that binds then."""
+    decision = _smallest(problem, limits, start, 0.02)
+    assert decision is not None, "a demand that no supply can reach: the problem is wrong, not its budget"
+    rows = evaluate(problem, decision).row_bytes
+    worst = max(range(len(rows)), key=rows.__getitem__)
+    return Infeasible(rows[worst] - problem.budget_bytes, rows[worst], problem.rows[worst].name, decision.strategies)
+
+
+def _smallest(problem: Problem, limits: Limits, start: float, gap: float) -> Decision | None:
+    """What exceeds the budget by the least; None where demands cannot be met."""
     program = Program(problem, Options(fates="binary", elastic=True))
     model = mathopt.Model.from_model_proto(program.proto("over"))
     left = max(5.0, limits.seconds - (time.perf_counter() - start))
     result = mathopt.solve(
         model,
         mathopt.SolverType.HIGHS,
-        params=mathopt.SolveParameters(time_limit=datetime.timedelta(seconds=left), relative_gap_tolerance=0.02),
+        params=mathopt.SolveParameters(time_limit=datetime.timedelta(seconds=left), relative_gap_tolerance=gap),
     )
     reason = result.termination.reason
     if reason not in (mathopt.TerminationReason.OPTIMAL, mathopt.TerminationReason.FEASIBLE):
         if reason == mathopt.TerminationReason.NO_SOLUTION_FOUND:
             raise TimeoutError(f"the budget does not suffice, and by how much was not found within {limits.seconds:.0f} s")
-        raise AssertionError("a demand that no supply can reach: the problem is wrong, not its budget")
-    variables = list(model.variables())
+        return None
     values = result.variable_values()
-    decision, _ = program.decision([values[v] for v in variables])
-    rows = evaluate(problem, decision).row_bytes
-    worst = max(range(len(rows)), key=rows.__getitem__)
-    return Infeasible(rows[worst] - problem.budget_bytes, rows[worst], problem.rows[worst].name, decision.strategies)
+    return program.decision([values[v] for v in model.variables()])[0]

@@ -107,6 +107,11 @@ def shape_text(t: Tensor | None) -> str:
     return "-" if t is None else f"{t.dtype}{list(t.shape)}"
 
 
+def tag_text(op: Op) -> str:
+    """Operators are alike if their users want the same of them: a layer that is checkpointed is not one that is not."""
+    return f" {'/'.join(op.binding)}" if op.binding else ""
+
+
 def op_hash(program: Program, op: Op, homes: Mapping[str, Home]) -> str:
     def tensor(t: Tensor) -> str:
         home = homes.get(t.name)
@@ -114,7 +119,7 @@ def op_hash(program: Program, op: Op, homes: Mapping[str, Home]) -> str:
         return f"<{shape_text(t)}{place}>"
 
     results = "".join(map(shape_text, op.outputs))
-    text = f"{op.target}{constant_text(op.args, tensor)}{constant_text(op.kwargs, tensor)}{results}"
+    text = f"{op.target}{constant_text(op.args, tensor)}{constant_text(op.kwargs, tensor)}{results}{tag_text(op)}"
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -128,6 +128,7 @@ def test_no_field_is_overlooked() -> None:
         "cluster": "x",
         "activations": {},
         "recompute": frozenset(),
+        "unmet": (),
         "kept": {},
         "predicted": {},
         "solver": {},
