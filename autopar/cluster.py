@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -52,11 +52,10 @@ class Device(_Model):
     memory_bytes: what the driver reports; reserve_bytes: of that for the context, the communicators' buffers and fragmentation.
     matmul_efficiency, attention_*_efficiency: share of the peak that is reached. memory_efficiency (eta): share of the memory bandwidth.
     matmul_memory_overlap (rho): share of a matrix product's memory traffic that is NOT hidden behind its arithmetic.
-    launch_s: what any kernel takes, however little it does. kind: a "cpu" has no memory of its own to be relieved by the host's.
+    launch_s: what any kernel takes, however little it does.
     """
 
     name: str
-    kind: Literal["accelerator", "cpu"] = "accelerator"
     peak_flops: PeakFlops
     memory_bytes: Amount
     memory_bandwidth_Bps: Amount

@@ -28,12 +28,10 @@ class Offload:
 
     @staticmethod
     def of(x: Offload | str | bool | None, cluster: Cluster) -> Offload:
-        """The argument as the user wrote it. None: host memory, if the device has a memory of its own."""
+        """The argument as the user wrote it. None: nothing, as long as the copies' overlap with compute has been measured on no GPU."""
         if isinstance(x, Offload):
             found = x
-        elif x is None:
-            found = Offload(host=cluster.device.kind != "cpu")
-        elif isinstance(x, bool) or x == HOST:
+        elif x is None or isinstance(x, bool) or x == HOST:
             found = Offload(host=bool(x))
         else:
             raise AutoparError(f"offload={x!r} is not known", fix=_HOW)

@@ -165,7 +165,6 @@ def test_meshes_in_any_order(tmp_path: Path) -> None:
         alone[mesh] = canonical(load(out))
     assert len({hashlib.sha256(x.encode()).hexdigest() for x in alone.values()}) == 3
     c = models.config(str(config))
-    for order in (meshes[::-1], meshes[1:] + meshes[:1]):
-        for mesh in order:
-            again = autopar.plan(models.build(c), models.inputs(c, 16, 256), "h100:8", mesh, precision="bf16")
-            assert canonical(again) == alone[mesh], (order, mesh)
+    for mesh in (*meshes[::-1], meshes[-1]):
+        again = autopar.plan(models.build(c), models.inputs(c, 16, 256), "h100:8", mesh, precision="bf16")
+        assert canonical(again) == alone[mesh], mesh
