@@ -16,18 +16,23 @@ if TYPE_CHECKING:
     from autopar import checkpoint
     from autopar.api import compile
     from autopar.build import Precision
+    from autopar.capture_tags import must_recompute, must_save
     from autopar.cluster import Cluster
     from autopar.errors import AutoparError
     from autopar.layout import Layout
     from autopar.offline import explain, plan
+    from autopar.offload_wish import Offload
     from autopar.plan import Plan
     from autopar.runtime import ParallelModule
 
-__all__ = ["AutoparError", "Cluster", "Layout", "ParallelModule", "Plan", "Precision", "checkpoint", "compile", "explain", "plan"]
+__all__ = [
+    "AutoparError", "Cluster", "Layout", "Offload", "ParallelModule", "Plan", "Precision", "checkpoint", "compile", "explain", "must_recompute", "must_save",
+    "plan",
+]  # fmt: skip
 
 _WHERE = {
-    "AutoparError": "errors", "Cluster": "cluster", "Layout": "layout", "ParallelModule": "runtime", "Plan": "plan", "Precision": "build",
-    "compile": "api", "explain": "offline", "plan": "offline",
+    "AutoparError": "errors", "Cluster": "cluster", "Layout": "layout", "Offload": "offload_wish", "ParallelModule": "runtime", "Plan": "plan", "Precision": "build",
+    "compile": "api", "explain": "offline", "must_recompute": "capture_tags", "must_save": "capture_tags", "plan": "offline",
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from autopar.cluster import Cluster
 from autopar.decide import Wish
 from autopar.errors import AutoparError, MeshError
 from autopar.layout import Layout
+from autopar.offload_wish import Offload
 from autopar.plan import Plan
 from autopar.runtime import ParallelModule
 
@@ -30,7 +31,8 @@ def compile(
     outputs: str = "loss",
     plan: Plan | str | os.PathLike[str] | None = None,
     layout: str | Layout | None = None,
-    memory: float | None = None,
+    memory: float | str | None = None,
+    offload: Offload | str | bool | None = None,
     cluster: str | Cluster | None = None,
     precision: Precision | str | torch.dtype | None = None,
     optimizer: Any = "adamw",
@@ -48,7 +50,10 @@ def compile(
     outputs: "loss": in training only the scalar `loss` of the model's output is computed; "all": everything.
     plan: a Plan or the path of a plan's file, of this program and mesh. Default: the first training step is planned.
     layout: a hand layout instead: "ddp" | "fsdp" | "tp" | "fsdp+tp" | Layout(...).
-    memory: what a plan may use of a device, in bytes; default what the device has, less a reserve.
+    memory: what a plan may use of a device, in bytes; "fastest", as by default: what the device has, less a reserve; "least": the plan of the
+        smallest peak instead of the fastest one.
+    offload: where activations may be kept besides the device: "host", False, or Offload(host=True, nvme="/a/directory"); default
+        nowhere.
     cluster: what to plan for, a name such as "h100:4x8", a file or a Cluster; default: this machine.
     precision: "bf16" (compute and gather in bf16, parameters and reductions in fp32) or Precision(param=, reduce=).
     optimizer: name or class the memory is planned for; checked at its first step.
@@ -69,7 +74,7 @@ def compile(
         raise AutoparError(f"unknown outputs {outputs!r}", fix='use "loss" or "all"')
     if layout is not None and plan is not None:
         raise AutoparError("layout= and plan= both say how to split the model", fix="pass one of them, or neither to have it planned")
-    wish = Wish.of(plan, memory, cluster, options)
+    wish = Wish.of(plan, memory, cluster, options, offload)
     config = Config(loss_fn, inputs, layout, Precision.of(precision), optimizer, grad_accumulation, backend, outputs, wish)
     if mesh is None and wish.plan is not None:
         mesh = wish.plan.mesh_axes

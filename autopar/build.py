@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,10 +24,10 @@ from autopar import _torch
 from autopar.agree import Facts, agreed, from_first
 from autopar.capture import Call, Captured, capture
 from autopar.cluster import Cluster
-from autopar.decide import Wish, decide, following, refuse_other_mesh, setting
+from autopar.decide import Wish, asked, decide, following, refuse_other_mesh, setting
 from autopar.describe import describe
 from autopar.errors import AutoparError, CaptureError
-from autopar.explain import explain_graph
+from autopar.formulate.stretches import stretch_of
 from autopar.graph import Graph, Tensor
 from autopar.groups import Groups
 from autopar.init import distribute, materialize
@@ -33,6 +35,8 @@ from autopar.inputs import InputReader
 from autopar.layout import Layout
 from autopar.lower import CompileOnce
 from autopar.machine import here
+from autopar.offload import OffloadSettings, close_store, open_new
+from autopar.offload_wish import Offload
 from autopar.placement import Placement
 from autopar.plan import ParamChoice, Plan
 from autopar.plan_schema import canonical, dumps, loads
@@ -40,6 +44,7 @@ from autopar.propagate import propagate
 from autopar.rules import targets
 from autopar.shards import dtensor_placements
 from autopar.solver.fold import Folded, fold
+from autopar.solver.problem import NVME
 from autopar.step import Settings, Step
 from autopar.storage import param_choice
 
@@ -118,6 +123,7 @@ class Builder:
         self.planned = self.layout is not None
         self.once = CompileOnce() if config.backend == "inductor" else None
         self.coordinates: dict[str, torch.Tensor] = {}
+        self.opened = ""  # the store of activations that are away
 
     def arguments(self) -> tuple[tuple[Layout | None, Cluster | None], Facts]:
         """The hand layout, else what to plan for (neither where a plan is given); and what all ranks must pass alike."""
@@ -142,7 +148,7 @@ class Builder:
         said = {
             "mesh": self.groups.axes, "inputs": c.inputs, "outputs": c.outputs, "layout": c.layout, "precision": c.precision,
             "optimizer": getattr(c.optimizer, "__name__", c.optimizer), "grad_accumulation": c.grad_accumulation, "backend": c.backend,
-            "memory": w.memory_bytes, "cluster": w.cluster, "options": w.limits,
+            "memory": "least" if w.least else w.memory_bytes, "cluster": w.cluster, "options": w.limits, "offload": w.offload,
         }  # fmt: skip
         return {
             "the model's parameters and buffers": "\n".join(held),
@@ -224,7 +230,9 @@ class Builder:
         else:
             plan = propagate(graph, self.layout or self.following, self.groups.axes, trainable, fixed)
         self.settle({n: c for n, c in plan.params.items() if n not in fixed})
-        settings = Settings(self.device, stored, config.precision.reduce, config.backend, self.once)
+        settings = Settings(
+            self.device, stored, config.precision.reduce, config.backend, self.once, self.store(plan), stretch_of(graph, folded.stacks)
+        )
         step = Step(captured, graph, plan, self.groups, settings)
         if decides or self.plan is None or (self.layout is not None and grad and not self.plan.collectives):
             self.plan = step.plan
@@ -239,11 +247,28 @@ class Builder:
 
         budget_bytes = wish.memory_bytes or (self.cluster.device.usable_bytes if self.cluster else math.inf)
         s = setting(stored, trainable, c.precision.reduce, c.optimizer, budget_bytes)
+        s = replace(s, fuses=c.backend == "inductor")
+        if self.cluster is not None:
+            s = Offload.of(wish.offload, self.cluster).within(s, self.cluster)
         plan = loads(from_first(self.groups, lambda: dumps(decide(wish, self.cluster, folded, self.groups.axes, s))))
         if wish.plan is not None or self.cluster is None:
             return plan
-        cluster = self.cluster
-        return plan.explained_by(lambda op, placement: explain_graph(folded, self.groups.axes, cluster, s, op, placement, wish.limits))
+        return asked(plan, wish, self.cluster, folded, self.groups.axes, s)
+
+    def store(self, plan: Plan) -> str:
+        """The name of the place that keeps activations for this model, opened when a plan first wants one; "" where none does."""
+        if not plan.offload or self.opened:
+            return self.opened
+        cluster = self.cluster or here(self.device, self.mesh.size)
+        wish = Offload.of(self.config.wish.offload if self.config.wish.offload is not None else "host", cluster)
+        if NVME in plan.offload.values() and not isinstance(wish.nvme, (str, os.PathLike)):
+            fix = 'pass offload=autopar.Offload(nvme="/a/directory/on/it")'
+            raise AutoparError("the plan keeps activations on local disks, and no directory is given for them", fix=fix)
+        directory = None if isinstance(wish.nvme, bool) else os.fspath(wish.nvme)
+        limits = [min(n, 2**62) for n in (wish.host_limit(cluster), wish.nvme_limit(cluster))]
+        self.opened = open_new(self.groups.prefix, OffloadSettings(int(limits[0]), directory, int(limits[1]) if directory else 0))
+        weakref.finalize(self, close_store, self.opened)
+        return self.opened
 
     @property
     def following(self) -> Layout:

@@ -4,6 +4,7 @@
     autopar show plan.json
     autopar diff plan.json other.json
     autopar explain llama3-70b mlp.gate_proj tp:out --cluster h100:32x8 --batch 256 --seq 8192
+    autopar frontier llama3-70b --cluster h100:32x8 --batch 256 --seq 8192 --plot frontier.html
 
 Exits with 0; 1 when `diff` finds differences; 2 when something was called wrongly or is damaged; 3 when no plan fits the memory; 130 on Ctrl-C.
 Results go to standard output, progress and errors to standard error.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.util
 import os
 import re
 import signal
@@ -30,6 +32,7 @@ from typer.core import TyperGroup
 
 from autopar.errors import AutoparError, MeshError
 from autopar.infeasible import InfeasibleError
+from autopar.memory_wish import NAMES
 from autopar.sizes import parse_bytes
 from autopar.strict_json import short
 
@@ -68,7 +71,12 @@ Axes = Annotated[str | None, typer.Option("--mesh", help="32x8, or with names: d
 Layers = Annotated[int | None, typer.Option(min=1, help="plan for only so many of the model's layers")]
 Computed = Annotated[str, typer.Option("--precision", help="bf16, fp16 or fp32: what is computed in")]
 Optimizer = Annotated[str, typer.Option(help="whose states memory is planned for")]
-Memory = Annotated[str | None, typer.Option(help="budget of a device: 70GB, 64GiB, or bytes; without it what the device has")]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        help="budget of a device: 70GB, 64GiB, or bytes; without it, or as fastest, what the device has; least: the smallest peak"
+    ),
+]
 Hand = Annotated[str | None, typer.Option("--layout", help="keep to a hand layout: ddp, fsdp, tp or fsdp+tp")]
 TimeLimit = Annotated[float | None, typer.Option(min=0.1, help="seconds the solver may take")]
 Gap = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="stop this close to the bound: 0.01 is one per cent")]
@@ -82,7 +90,7 @@ def plan(
 ) -> None:  # fmt: skip
     """Plan a training step; needs no device, no weights and no network."""
     if output not in (None, "-"):
-        _writable(Path(str(output)))
+        _writable(Path(str(output)), "--output")
     made = _plan("plan", model, cluster, batch, seq, mesh, layers, precision, optimizer, memory, layout, time_limit, gap)
     from autopar import plan_schema
 
@@ -105,6 +113,34 @@ def explain(
     """Say why the plan does not have an operator or a parameter placed so, or what that would cost."""
     asked = {"op": operator, "placement": placement}
     typer.echo(_plan("explain", model, cluster, batch, seq, mesh, layers, precision, optimizer, memory, layout, time_limit, gap, **asked))
+
+
+@app.command()
+def frontier(
+    model: Model, cluster: Devices, batch: Batch, seq: Sequence, mesh: Axes = None, layers: Layers = None, precision: Computed = "bf16",
+    optimizer: Optimizer = "adamw",
+    memory: Annotated[str | None, typer.Option(help="no plan that needs more of a device: 70GB, 64GiB, or bytes; without it any")] = None,
+    layout: Hand = None,
+    time_limit: Annotated[float | None, typer.Option(min=0.1, help="seconds that all points together may take")] = None,
+    gap: Gap = None,
+    points: Annotated[int, typer.Option(min=2, help="at most so many plans")] = 20,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="draw them, as HTML")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="write the points here, as JSON")] = None,
+) -> None:  # fmt: skip
+    """Plan from the fastest step to the one of least memory, and say what changes between."""
+    for path, where in ((plot, "--plot"), (out, "--out")):
+        if path is not None:
+            _writable(path, where)
+    if plot is not None and importlib.util.find_spec("plotly") is None:
+        raise AutoparError("a plot needs plotly, which is not installed", where="--plot", fix='pip install "autopar[report]"')
+    found = _plan(
+        "frontier", model, cluster, batch, seq, mesh, layers, precision, optimizer, memory, layout, time_limit, gap, points=points
+    )
+    typer.echo(found.text())
+    if out is not None:
+        out.write_text(found.to_json() + "\n", encoding="utf-8")
+    if plot is not None:
+        found.plot(plot)
 
 
 @app.command()
@@ -147,10 +183,10 @@ def main() -> None:
 
 def _plan(
     verb: str, model: str, cluster: str, batch: int, seq: int, mesh: str | None, layers: int | None, precision: str, optimizer: str,
-    memory: str | None, layout: str | None, time_limit: float | None, gap: float | None, **asked: str,
+    memory: str | None, layout: str | None, time_limit: float | None, gap: float | None, **asked: str | int,
 ) -> Any:  # fmt: skip
-    """`autopar.plan` or `autopar.explain`, by its name, with progress."""
-    budget = None if memory is None else parse_bytes(memory, "--memory")
+    """`plan`, `explain` or `frontier` of `autopar.offline`, by its name, with progress."""
+    budget = memory if memory is None or memory in NAMES else parse_bytes(memory, "--memory")
     shape = None if mesh is None else _mesh(mesh)
     console = Console(stderr=True, highlight=False)
 
@@ -238,12 +274,12 @@ def _mesh(text: str) -> str | dict[str, int]:
     return sizes
 
 
-def _writable(path: Path) -> None:
-    """Whether the plan can be written is found out before minutes are spent on it."""
+def _writable(path: Path, where: str) -> None:
+    """Whether a result can be written is found out before minutes are spent on it."""
     folder = path.parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise AutoparError(
-            f"The plan cannot be written to {short(str(path), 200)}",
-            where="--output",
+            f"The {'plan' if where == '--output' else 'frontier'} cannot be written to {short(str(path), 200)}",
+            where=where,
             fix="name a file in a folder that exists and can be written",
         )

@@ -15,14 +15,18 @@ import torch
 
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, MeshError
+from autopar.explain import explain_graph
 from autopar.formulate.problem import Setting
+from autopar.frontier import frontier_graph
 from autopar.graph import DTYPE_BYTES, Tensor
 from autopar.layout import Layout
+from autopar.memory_wish import Memory
 from autopar.mesh import Mesh
+from autopar.offload_wish import Offload
 from autopar.optimizers import STATE_TENSORS
 from autopar.plan import ParamChoice, Plan
 from autopar.plan_schema import load
-from autopar.planning import plan_graph
+from autopar.planning import plan_graph, within
 from autopar.refit import modules_of, refit
 from autopar.solver.fold import Folded
 from autopar.solver.solve import Limits
@@ -31,26 +35,29 @@ from autopar.storage import param_choice
 
 @dataclass(frozen=True)
 class Wish:
-    """plan: one that was made before; memory_bytes: budget of a device (None: what it has, less its reserve); cluster: None: this machine."""
+    """plan: one that was made before; memory_bytes: budget of a device (None: what it has, less its reserve); least: the plan of the smallest peak, not the
+    fastest; cluster: None: this machine; offload: as in `autopar.compile`."""
 
     plan: Plan | None = None
     memory_bytes: float | None = None
     cluster: Cluster | None = None
     limits: Limits = field(default_factory=Limits)
+    offload: Offload | str | bool | None = None
+    least: bool = False
 
     @staticmethod
     def of(
         plan: Plan | str | os.PathLike[str] | None,
-        memory: float | None,
+        memory: float | str | None,
         cluster: str | Cluster | None,
         options: Mapping[str, float] | None,
+        offload: Offload | str | bool | None = None,
     ) -> Wish:
         """From the arguments of `autopar.compile`; reads a plan's file."""
         if not (plan is None or isinstance(plan, (Plan, str, os.PathLike))):
             what = f"plan= takes an autopar.Plan or the path of a plan file, not {type(plan).__name__}"
             raise AutoparError(what, fix="pass what autopar.plan returns, or the file that it was saved to")
-        if memory is not None and not memory > 0:
-            raise AutoparError(f"memory={memory!r} is no number of bytes", fix="give the bytes that a device may use, such as memory=60e9")
+        most = Memory.of(memory)
         known = ("seconds", "gap", "nodes")
         for key, value in (options or {}).items():
             if key not in known or isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
@@ -59,7 +66,8 @@ class Wish:
                     fix='use options={"seconds": 60, "gap": 0.01}: the time the solver may take, how far its answer may be from the best',
                 )
         given = plan if plan is None or isinstance(plan, Plan) else load(Path(plan))
-        return Wish(given, memory, None if cluster is None else Cluster.of(cluster), Limits(**(options or {})))  # type: ignore[arg-type]
+        limits = Limits(**(options or {}))  # type: ignore[arg-type]
+        return Wish(given, most.budget_bytes, None if cluster is None else Cluster.of(cluster), limits, offload, most.least)
 
 
 def refuse_other_mesh(plan: Plan, axes: Mapping[str, int]) -> None:
@@ -100,8 +108,20 @@ def decide(wish: Wish, cluster: Cluster | None, folded: Folded, axes: Mapping[st
     if wish.plan is not None:
         return storable(refit(wish.plan, folded))
     assert cluster is not None
-    found = plan_graph(folded, axes, cluster, s, wish.limits).plan
-    return storable(replace(found, modules=modules_of(folded.graph)))
+    return finished(plan_graph(folded, axes, cluster, s, wish.limits, least=wish.least).plan, folded)
+
+
+def finished(plan: Plan, folded: Folded) -> Plan:
+    return storable(replace(plan, modules=modules_of(folded.graph)))
+
+
+def asked(plan: Plan, wish: Wish, cluster: Cluster, folded: Folded, axes: Mapping[str, int], s: Setting) -> Plan:
+    """`plan` of `decide`, which now answers `explain` and `frontier`."""
+    mine = within(s, plan) if wish.least else s
+    return plan.explained_by(
+        lambda op, placement: explain_graph(folded, axes, cluster, mine, op, placement, wish.limits),
+        lambda points: frontier_graph(folded, axes, cluster, s, points, wish.limits, finish=lambda made: finished(made, folded)),
+    )
 
 
 def storable(plan: Plan) -> Plan:

@@ -7,8 +7,9 @@ they do not show what it is. The plan names the operators that were captured; `r
 from __future__ import annotations
 
 import difflib
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,15 +24,19 @@ from autopar.errors import AutoparError, CaptureError, MeshError
 from autopar.explain import Explanation, explain_graph
 from autopar.fork import both
 from autopar.formulate.problem import Setting
+from autopar.frontier import Frontier, frontier_graph
 from autopar.graph import DTYPE_BYTES, Graph
 from autopar.layout import Layout
+from autopar.memory_wish import Memory
+from autopar.offload_wish import Offload
 from autopar.optimizers import STATE_TENSORS
 from autopar.plan import Plan
-from autopar.planning import plan_graph
+from autopar.planning import plan_graph, within
 from autopar.refit import modules_of, served
 from autopar.shallow import shallow
 from autopar.solver.fold import Folded, fold
 from autopar.solver.solve import Limits
+from autopar.staged import WHOLE_AXES, Found
 from autopar.tile import Both, expand_params, layer_periods, least_depth, tiled
 
 
@@ -56,7 +61,8 @@ def plan(
     precision: Precision | str | torch.dtype | None = None,
     optimizer: str = "adamw",
     layout: str | Layout | None = None,
-    memory: float | None = None,
+    memory: float | str | None = None,
+    offload: Offload | str | bool | None = None,
     options: Mapping[str, float] | None = None,
     progress: Callable[[str, float], None] | None = None,
     fork: bool = False,
@@ -64,21 +70,61 @@ def plan(
     """The best plan of one training step of `model` on `cluster`.
 
     inputs: keyword arguments of a call, tensors or shapes (a shape is taken for token ids, int64). mesh: "32x8" or axis sizes by name; default the
-    cluster's nodes x devices. memory: budget of a device in bytes; default what it has, less a reserve. layout: the best plan that is this hand
+    cluster's nodes x devices. memory: budget of a device in bytes; "fastest", as by default: what it has, less a reserve; "least": the plan of the smallest
+    peak instead of the fastest one. offload: where activations may be kept besides the device: "host",
+    False or an `Offload`; default nowhere. layout: the best plan that is this hand
     layout. options: "seconds" and "gap" of the solver. progress: called with a stage's name and its seconds. fork: captures two depths of the model at
     once, one in a forked process: not where other threads run or CUDA is in use.
 
     Raises InfeasibleError when nothing fits, CaptureError, MeshError, ClusterError, LayoutError.
     """
     tell = _Stages(progress)
-    t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, memory, tell, fork)
+    t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, memory, offload, tell, fork)
     limits = Limits(**(options or {}))  # type: ignore[arg-type]
-    made = plan_graph(t.folded, t.mesh_axes, t.cluster, t.setting, limits, tell, layout).plan
-    made = _of_the_whole(made, t.folded, model)
+    least = Memory.of(memory).least
+    planned = plan_graph(t.folded, t.mesh_axes, t.cluster, t.setting, limits, tell, layout, least)
+    made = _of_the_whole(planned.plan, t.folded, model)
     tell.rest()
+    setting = within(t.setting, planned.plan) if least else t.setting
+    known = (planned.found,) if len(t.mesh_axes) > WHOLE_AXES else ()  # the frontier does not solve the whole program of so many
     return made.explained_by(
-        lambda op, placement: explain_graph(t.folded, t.mesh_axes, t.cluster, t.setting, op, placement, limits, None, layout)
+        lambda op, placement: explain_graph(t.folded, t.mesh_axes, t.cluster, setting, op, placement, limits, None, layout),
+        lambda points: _frontier(t, points, limits, None, layout, known=known),
     )
+
+
+def frontier(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    cluster: str | Cluster,
+    mesh: str | Mapping[str, int] | None = None,
+    *,
+    points: int = 20,
+    loss_fn: Callable[..., Any] | None = None,
+    precision: Precision | str | torch.dtype | None = None,
+    optimizer: str = "adamw",
+    layout: str | Layout | None = None,
+    memory: float | str | None = None,
+    offload: Offload | str | bool | None = None,
+    options: Mapping[str, float] | None = None,
+    progress: Callable[[str, float], None] | None = None,
+    fork: bool = False,
+) -> Frontier:
+    """Plans from the fastest to the one of least memory: `plan.frontier()` of what `plan` makes of the same arguments, without making it.
+
+    points: at most so many. memory: no plan that needs more; default any, also more than a device has. options: "seconds" are for all points.
+    """
+    tell = _Stages(progress)
+    wish = Memory.of(memory)
+    if wish.least:
+        raise AutoparError(
+            "a frontier ends at the least memory anyway", fix="leave memory= out, or give the most bytes that a plan may need"
+        )
+    t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, memory, offload, tell, fork)
+    most = math.inf if wish.budget_bytes is None else wish.budget_bytes
+    found = _frontier(t, points, Limits(**(options or {})), tell, layout, most)  # type: ignore[arg-type]
+    tell.rest()
+    return found
 
 
 def explain(
@@ -93,7 +139,8 @@ def explain(
     precision: Precision | str | torch.dtype | None = None,
     optimizer: str = "adamw",
     layout: str | Layout | None = None,
-    memory: float | None = None,
+    memory: float | str | None = None,
+    offload: Offload | str | bool | None = None,
     options: Mapping[str, float] | None = None,
     progress: Callable[[str, float], None] | None = None,
     fork: bool = False,
@@ -104,9 +151,12 @@ def explain(
     "tp:out" (a loop, as `print(plan)` or the operator's rule names it), "Shard(1) over tp" (a dim of the result or of the parameter) or "Replicate over dp".
     """
     tell = _Stages(progress)
-    t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, memory, tell, fork)
+    t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, memory, offload, tell, fork)
     limits = Limits(**(options or {}))  # type: ignore[arg-type]
-    found = explain_graph(t.folded, t.mesh_axes, t.cluster, t.setting, op, placement, limits, tell, layout)
+    setting = t.setting
+    if Memory.of(memory).least:
+        setting = within(setting, plan_graph(t.folded, t.mesh_axes, t.cluster, setting, limits, tell, layout, True).plan)
+    found = explain_graph(t.folded, t.mesh_axes, t.cluster, setting, op, placement, limits, tell, layout)
     tell.rest()
     return found
 
@@ -134,13 +184,15 @@ def task(
     loss_fn: Callable[..., Any] | None,
     precision: Precision | str | torch.dtype | None,
     optimizer: str,
-    memory: float | None,
+    memory: float | str | None,
+    offload: Offload | str | bool | None,
     tell: Callable[[str, float], None],
     fork: bool = False,
 ) -> Task:
     """Checks the arguments of `plan` and captures the model."""
     where = Cluster.of(cluster)
     axes = mesh_axes(mesh, where)
+    budget_bytes = Memory.of(memory).budget_bytes
     if optimizer not in STATE_TENSORS:
         close = difflib.get_close_matches(optimizer, STATE_TENSORS, n=1)
         meant = f"did you mean {close[0]}? Else " if close else ""
@@ -165,9 +217,9 @@ def task(
         "" if p.reduce is None else str(p.reduce).removeprefix("torch."),
         state_bytes=4.0 * STATE_TENSORS[optimizer],
         master_bytes=float(stored),
-        budget_bytes=float(memory if memory is not None else where.device.usable_bytes),
+        budget_bytes=where.device.usable_bytes if budget_bytes is None else budget_bytes,
     )
-    return Task(model, folded, axes, where, setting)
+    return Task(model, folded, axes, where, Offload.of(offload, where).within(setting, where))
 
 
 def program(model: nn.Module, captured: Callable[[nn.Module], Graph], both: Both | None = None) -> Folded:
@@ -184,6 +236,21 @@ def program(model: nn.Module, captured: Callable[[nn.Module], Graph], both: Both
     except CaptureError as e:  # a forward may want all of its layers
         why = f"captured in full: a copy with fewer layers cannot be captured ({e.what})"
         return replace(fold(captured(shallow(model, {}))), note=why)
+
+
+def _frontier(
+    t: Task,
+    points: int,
+    limits: Limits,
+    progress: Callable[[str, float], None] | None,
+    layout: str | Layout | None,
+    most_bytes: float = math.inf,
+    known: Sequence[Found] = (),
+) -> Frontier:
+    return frontier_graph(
+        t.folded, t.mesh_axes, t.cluster, t.setting, points, limits, progress, layout, most_bytes, known,
+        lambda made: _of_the_whole(made, t.folded, t.model),
+    )  # fmt: skip
 
 
 def _of_the_whole(made: Plan, folded: Folded, model: nn.Module) -> Plan:

@@ -17,6 +17,8 @@ from autopar.mesh import Mesh
 from autopar.placement import Placement
 from autopar.plan_text import text
 
+OFFLOAD = "offload:"
+
 
 @dataclass(frozen=True)
 class OpChoice:
@@ -72,6 +74,7 @@ class Plan:
     # Empty in a hand layout: backward then reads whatever version is cheapest, and all of them are kept.
     kept: dict[str, Placement] = field(default_factory=dict)  # what backward reads of forward -> the version of it that is kept
     recompute: frozenset[str] = frozenset()  # ops that run again in backward
+    unmet: tuple[str, ...] = ()  # what is kept though the user wants it made again (`autopar.tags`), for people
     # Which program it is for (`autopar.refit`): of its canonical graph, and operators that stand for all others, in order.
     fingerprint: str = ""
     order: tuple[str, ...] = ()
@@ -79,13 +82,20 @@ class Plan:
     modules: dict[str, str] = field(default_factory=dict)  # op of forward -> path of the module it came from, for the report
     # What planning says of it; a hand layout says nothing.
     cluster: str = ""
-    activations: dict[str, str] = field(default_factory=dict)  # what backward needs of forward -> "save" | "recompute"
+    activations: dict[str, str] = field(
+        default_factory=dict
+    )  # what backward needs of forward -> "save" | "recompute" | "offload:host" | ...
     predicted: dict[str, float] = field(default_factory=dict)  # step_time_s, forward_s, backward_s, optimizer_s, peak_memory_bytes, ...
     solver: dict[str, str | float | int] = field(default_factory=dict)  # objective_s, bound_s, gap, stopped_by, seconds, ...
 
     @property
     def mesh(self) -> Mesh:
         return Mesh.of(self.mesh_axes)
+
+    @property
+    def offload(self) -> dict[str, str]:
+        """What is kept away from the device: tensor -> "host" | "nvme"."""
+        return {t: fate.removeprefix(OFFLOAD) for t, fate in self.activations.items() if fate.startswith(OFFLOAD)}
 
     @property
     def fallbacks(self) -> dict[str, int]:
@@ -114,18 +124,32 @@ class Plan:
         why: Any = self.__dict__.get("_why")
         if why is None:
             raise AutoparError(
-                "this plan was read from a file or made by hand: what else there was to choose is not in it",
+                "this plan was read from a file, copied or made by hand: what else there was to choose is not in it",
                 fix="ask autopar.explain(model, inputs, cluster, mesh, op=..., placement=...), which plans again",
             )
         return why(op, placement)
 
-    def explained_by(self, why: Callable[[str, str], Any]) -> Plan:
-        """This plan, with what `explain` asks. It is no part of the plan: files do not have it, nor copies."""
+    def frontier(self, points: int = 20) -> Any:
+        """Plans of the same step from the fastest, whatever memory it needs, to the one of least memory (`autopar.frontier.Frontier`).
+
+        points: at most so many. Raises AutoparError for a plan that comes from a file: it does not know the program.
+        """
+        trace: Any = self.__dict__.get("_trace")
+        if trace is None:
+            raise AutoparError(
+                "this plan was read from a file, copied or made by hand: it does not know the program, so there is nothing to plan again",
+                fix="make the plan with autopar.plan(model, inputs, cluster, mesh) and ask that one, or use `autopar frontier`",
+            )
+        return trace(points)
+
+    def explained_by(self, why: Callable[[str, str], Any], trace: Callable[[int], Any] | None = None) -> Plan:
+        """This plan, with what `explain` and `frontier` ask. It is no part of the plan: files do not have it, nor copies."""
         object.__setattr__(self, "_why", why)
+        object.__setattr__(self, "_trace", trace)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "_why"}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_why", "_trace")}
 
     def __str__(self) -> str:
         return self.text()

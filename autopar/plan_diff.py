@@ -26,7 +26,7 @@ T = TypeVar("T")
 def diff(a: Plan, b: Plan) -> str:
     """Line by line what `b` decides otherwise than `a`; "" when they are equal."""
     lines = _values(a, b)
-    lines += _section("parameters", _params(a, b))
+    lines += _section("parameters", parameters(a, b))
     lines += _section("ops", _ops(a, b))
     lines += _section("collectives", collectives(a, b))
     lines += _section("activations", _changes(a.activations, b.activations, str, _star))
@@ -60,7 +60,7 @@ def _values(a: Plan, b: Plan) -> list[str]:
     return lines
 
 
-def _params(a: Plan, b: Plan) -> list[str]:
+def parameters(a: Plan, b: Plan) -> list[str]:
     """By kind of parameter, as in `Plan.text`; of each only what changed."""
     rows: Counter[tuple[str, str]] = Counter()
     for name in {**a.params, **b.params}:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from autopar import budgets
+from autopar.budgets import GRACE
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.formulate.apply import apply, blocking
@@ -21,13 +25,73 @@ from autopar.rules.grammar import Rule
 from autopar.solver.fold import Folded, fold
 from autopar.solver.problem import Problem
 from autopar.solver.solve import Infeasible, Limits, Solution
-from autopar.staged import Stages
+from autopar.staged import Found, Stages
+from autopar.tags import binding, unmet, untagged
 
 
 @dataclass(frozen=True)
 class Planned:
+    """found: what the plan was made of."""
+
     plan: Plan
     solution: Solution
+    found: Found
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that is planned, on a mesh. hand: the layout that its plans are, if any; stages: what solves it."""
+
+    folded: Folded
+    mesh: Mesh
+    cluster: Cluster
+    setting: Setting
+    hand: Layout | None
+    stages: Stages
+
+    @staticmethod
+    def of(
+        graph: Graph | Folded,
+        mesh_axes: Mapping[str, int],
+        cluster: Cluster,
+        setting: Setting,
+        limits: Limits | None,
+        progress: Callable[[str, float], None] | None,
+        layout: str | Layout | None,
+    ) -> Step:
+        mesh = Mesh.of(dict(mesh_axes))
+        tell = progress or (lambda stage, seconds: None)
+        start = time.perf_counter()
+        folded = fold(graph) if isinstance(graph, Graph) else graph
+        tell("fold", time.perf_counter() - start)
+        hand = None if layout is None else Layout.of(layout, mesh)
+
+        def restrict(problem: Problem, names: Names, rules: Mapping[str, Rule], on: Mesh) -> Problem:
+            return (
+                problem
+                if hand is None
+                else replace(problem, forbidden=problem.forbidden | forbidden(hand, problem, names, rules, on, mesh))
+            )
+
+        stages = Stages(folded, mesh if hand is None else by_role(hand, mesh), cluster, setting, limits, tell, restrict)
+        return Step(folded, mesh, cluster, setting, hand, stages)
+
+    @contextlib.contextmanager
+    def in_time(self) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError as e:
+            raise AutoparError(
+                f"The solver found no plan: {e}",
+                where=f"{len(self.folded.count)} kinds of operators on {' x '.join(map(str, self.mesh.parents.values()))} devices",
+                fix="give it more time (--time-limit), fewer layers (--layers) or a mesh with fewer axes",
+            ) from e
+
+    def untagged(self) -> Step:
+        """Without the tags of the user's."""
+        s = self.stages
+        free = replace(self.folded, graph=untagged(self.folded.graph))
+        return replace(self, folded=free, stages=Stages(free, s.mesh, s.cluster, s.setting, s.limits, s.tell, s.restrict))
 
 
 def plan_graph(
@@ -38,56 +102,75 @@ def plan_graph(
     limits: Limits | None = None,
     progress: Callable[[str, float], None] | None = None,
     layout: str | Layout | None = None,
+    least: bool = False,
 ) -> Planned:
     """The best plan for `graph` on a mesh of `cluster`'s devices, under `setting.budget_bytes`.
 
     graph: as captured, or folded already (from shallow captures of a deep program: `autopar.tile`). layout: the best plan that is this hand
-    layout (`autopar.formulate.layouts` says what that leaves to choose).
+    layout (`autopar.formulate.layouts` says what that leaves to choose). least: not the fastest plan, but that of the smallest peak.
 
     Raises InfeasibleError naming the position of the step that does not fit, by how much, and what would help; LayoutError when the model
     or the mesh does not allow the layout.
     """
-    mesh = Mesh.of(dict(mesh_axes))
-    tell = progress or (lambda stage, seconds: None)
-    start = time.perf_counter()
-    folded = fold(graph) if isinstance(graph, Graph) else graph
-    tell("fold", time.perf_counter() - start)
-    hand = None if layout is None else Layout.of(layout, mesh)
+    step = Step.of(graph, mesh_axes, cluster, setting, limits, progress, layout)
 
-    def restrict(problem: Problem, names: Names, rules: Mapping[str, Rule], on: Mesh) -> Problem:
-        return problem if hand is None else replace(problem, forbidden=problem.forbidden | forbidden(hand, problem, names, rules, on, mesh))
+    def solved(step: Step) -> Found:
+        return budgets.least(step.stages) if least else step.stages.run()
 
-    try:
-        done = Stages(folded, mesh if hand is None else by_role(hand, mesh), cluster, setting, limits, tell, restrict).run()
-    except TimeoutError as e:
-        raise AutoparError(
-            f"The solver found no plan: {e}",
-            where=f"{len(folded.count)} kinds of operators on {' x '.join(map(str, mesh.parents.values()))} devices",
-            fix="give it more time (--time-limit), fewer layers (--layers) or a mesh with fewer axes",
-        ) from e
+    with step.in_time():
+        done = solved(step)
     found = done.answer
     if isinstance(found, Infeasible):
-        raise InfeasibleError(
-            constraint=f"memory, {found.position}",
-            shortfall_bytes=int(found.shortfall_bytes),
-            remedy=f"{found.least_bytes / 1e9:.2f} GB a device would do; or more devices, a smaller batch or shorter sequences",
-        )
-    plan = apply(folded, done.shrunk, done.rules, mesh, setting, done.problem, done.names, found.decision)
+        said = binding(step.folded.graph)
+        # Are the tags what needs the memory?
+        if said and _least_bytes(step.untagged(), solved) >= found.least_bytes:
+            said = ""
+        raise does_not_fit(found, said)
+    return Planned(plan_of(step, done, min(setting.budget_bytes, cluster.device.memory_bytes)), found, done)
+
+
+def does_not_fit(found: Infeasible, tags: str = "") -> InfeasibleError:
+    """tags: those that need the memory, for people."""
+    return InfeasibleError(
+        constraint=f"memory, {found.position}" + (f", with {tags}" if tags else ""),
+        shortfall_bytes=int(found.shortfall_bytes),
+        remedy=("fewer tags, which need the more memory: " if tags else "")
+        + f"{found.least_bytes / 1e9:.2f} GB a device would do; or more devices, a smaller batch or shorter sequences",
+    )
+
+
+def _least_bytes(step: Step, solved: Callable[[Step], Found]) -> float:
+    """What a device must have; the budget, if that suffices."""
+    try:
+        answer = solved(step).answer
+    except TimeoutError:
+        return math.inf
+    return step.setting.budget_bytes if isinstance(answer, Solution) else answer.least_bytes
+
+
+def within(setting: Setting, plan: Plan) -> Setting:
+    """`setting` with the budget that `plan` needs."""
+    return replace(setting, budget_bytes=plan.predicted["peak_memory_bytes"] * (1 + GRACE))
+
+
+def plan_of(step: Step, done: Found, budget_bytes: float) -> Plan:
+    """What was found, as a plan."""
+    found, folded = done.answer, step.folded
+    assert isinstance(found, Solution)
+    plan = apply(folded, done.shrunk, done.rules, step.mesh, step.setting, done.problem, done.names, found.decision)
     stages = dict(zip((f"{s}_s" for s in done.problem.stages), found.price.stage_s, strict=True))
-    everyone = {op.name: op for op in (*done.shrunk.graph.ops, *folded.graph.ops)}
-    again = {t.name: "recompute" for n in plan.ops if n in plan.recompute for t in everyone[n].outputs if t is not None}
-    plan = replace(
+    return replace(
         plan,
-        layout=plan.layout if hand is None else hand.name,
-        cluster=cluster.name,
+        layout=plan.layout if step.hand is None else step.hand.name,
+        cluster=step.cluster.name,
         modules=modules_of(folded.graph),
-        activations={**again, **dict.fromkeys(plan.kept, "save")},
+        unmet=unmet(folded.graph, plan.kept),
         predicted={
             "step_time_s": found.objective_s,
             **stages,
             "peak_memory_bytes": max(found.price.row_bytes),
             "blocking_collectives": blocking(done.problem, done.names, found.decision),
-            "budget_bytes": min(setting.budget_bytes, cluster.device.memory_bytes),
+            "budget_bytes": budget_bytes,
         },
         solver={
             "objective_s": found.objective_s,
@@ -99,4 +182,3 @@ def plan_graph(
             "rows": found.rows,
         },
     )
-    return Planned(plan, found)

@@ -14,6 +14,7 @@ into one as well.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import time
@@ -30,10 +31,11 @@ from autopar.mesh import Mesh
 from autopar.rules import lookup
 from autopar.rules.grammar import Rule
 from autopar.solver.fold import Folded
+from autopar.solver.frontier import Relaxation, Relaxed
 from autopar.solver.problem import Problem
 from autopar.solver.prune import prune
 from autopar.solver.shrink import Shrunk, shrink
-from autopar.solver.solve import Infeasible, Limits, NoAnswer, Solution, explain, least, look, solve
+from autopar.solver.solve import Infeasible, Limits, NoAnswer, Solution, explain, least, look, smallest, solve
 
 WHOLE_AXES = 2  # up to so many axes the whole program is solved
 WORTH = 1e-3  # a gap, relative, that cutting the layers into segments is tried for
@@ -43,6 +45,8 @@ FAR = 0.3  # a gap, relative, with which too little could be left out
 # Of the gap that may stay, so much for the solver of the program that gives the bound: at first, and if that is too much.
 SHARES = (0.25, 0.02)
 TOO_MANY = 150_000  # arcs: more do not fit the time nor the memory that planning may take
+SHRINK = 0.8  # of the smallest peak known: the budget at which strategies with a smaller one are looked for
+NARROW = 0.05  # of a budget that suffices for nothing: they are not looked for nearer to it
 Tell = Callable[[str, float], None]
 Restrict = Callable[[Problem, Names, Mapping[str, Rule], Mesh], Problem]
 
@@ -87,7 +91,8 @@ class Stages:
     def view(self, segments: Mapping[str, Sequence[int]] | None = None) -> _View:
         small = shrink(self.folded, segments)
         rules = {op.name: lookup(op) for op in small.graph.ops}
-        return _View(small, quotient(small), rules, Cost(self.cluster, self.mesh, fused(small.graph, rules)))
+        together = fused(small.graph, rules) if self.setting.fuses else None
+        return _View(small, quotient(small), rules, Cost(self.cluster, self.mesh, together))
 
     def formulated(
         self,
@@ -114,10 +119,7 @@ class Stages:
         """merge: whether axes may be merged where the program of all of them is too large, or has no answer in time: the first that is merged
         then has as much time again. Raises TimeoutError when the clock stopped before any answer."""
         self.start = time.perf_counter()
-        # A program is a million small objects that all stay: looking for garbage among them took a third of the time.
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
+        with uncollected():
             v = self.view()
             axes = sum(n > 1 for n in self.mesh.parents.values())
             if axes > WHOLE_AXES and merge:
@@ -128,9 +130,6 @@ class Stages:
                 if axes < 2 or not merge:
                     raise
                 return self.without_an_answer(v, e.bound_s)
-        finally:
-            if collecting:
-                gc.enable()
 
     # ---- one program -----------------------------------------------------------------------------------------------
 
@@ -138,7 +137,7 @@ class Stages:
         """coarse: an answer will do that is not the best cut of the layers. made: the formulation, if there is one already."""
         start = time.perf_counter()
         f, problem = made or self.formulated(v, mesh)
-        seen = look(replace(problem, rows=problem.loose), problem, self.left, self.tell)
+        seen = look(problem.loosened, problem, self.left, self.tell)
         if seen is None:
             return self.poor(v, mesh, f, problem, -1.0, None)
         again = {
@@ -171,11 +170,18 @@ class Stages:
 
     def poor(self, v: _View, mesh: Mesh, f: Formulator, problem: Problem, bound_s: float, best: Found | None) -> Found:
         """At the strategies that need the least memory: an answer, or by how much the budget is short."""
-        least_of_all = explain(replace(problem, budget_bytes=0.0), self.left)
-        found = self.cut(mesh, least_of_all.strategies, bound_s, best, False) if bound_s >= 0 else None
+        relaxation = Relaxation(problem.loosened)
+
+        def peak(strategies: Sequence[int]) -> float:
+            found = smallest(self.formulated(v, mesh, only=strategies)[1], self.left)
+            return math.inf if found is None else found[0]
+
+        strategies = economical(f, lambda budget: relaxation.at(budget, self.left), peak)
+        strategies = strategies or explain(replace(problem, budget_bytes=0.0), self.left).strategies
+        found = self.cut(mesh, strategies, bound_s, best, False) if bound_s >= 0 else None
         if found is not None:
             return found
-        narrow, only = self.formulated(v, mesh, only=least_of_all.strategies)
+        narrow, only = self.formulated(v, mesh, only=strategies)
         return Found(mesh, only, narrow.names, v.shrunk, v.rules, explain(only, self.left))
 
     # ---- segments --------------------------------------------------------------------------------------------------
@@ -292,7 +298,7 @@ class Stages:
             return best
         for share in SHARES:
             try:
-                seen = look(replace(problem, rows=problem.loose), problem, replace(self.left, gap=self.limits.gap * share), self.tell)
+                seen = look(problem.loosened, problem, replace(self.left, gap=self.limits.gap * share), self.tell)
             except NoAnswer as e:
                 return replace(best, answer=replace(best.answer, bound_s=max(bound_s, min(best.answer.objective_s, e.bound_s))))
             assert isinstance(best.answer, Solution)
@@ -311,6 +317,48 @@ class Stages:
             if best.answer.gap <= self.limits.gap or time.perf_counter() - self.start > self.limits.seconds:
                 break
         return best
+
+
+def economical(
+    f: Formulator, relaxed: Callable[[float], Relaxed | None], peak: Callable[[tuple[int, ...]], float]
+) -> tuple[int, ...] | None:
+    """Strategies with the smallest peak found; None where none was.
+
+    relaxed: of the loose program under a budget; peak: the smallest at given strategies, of a program with those alone. Only that one counts what is made
+    again for something else that is made again. So the strategies that are smallest by the loose rows are not the smallest; those that
+    are fastest under ever smaller budgets are better, until nothing fits.
+    """
+    peaks: dict[tuple[int, ...], float] = {}
+    budget, enough, short = math.inf, math.inf, 0.0
+    try:
+        while budget > short * (1 + NARROW):
+            found = relaxed(budget)
+            if found is None:
+                short = budget
+            else:
+                enough, strategies = budget, f.all_strategies(found.strategies)
+                if strategies not in peaks:
+                    peaks[strategies] = peak(strategies)
+            # Down in steps while everything fits, then between what suffices for something and what for nothing.
+            budget = math.sqrt(enough * short) if short else SHRINK * min(enough, *peaks.values())
+            if math.isinf(budget):
+                break
+    except TimeoutError:
+        pass
+    best = min(peaks, key=peaks.__getitem__, default=None)
+    return best if best is not None and math.isfinite(peaks[best]) else None
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """A program is a million small objects that all stay: looking for garbage among them took a third of the time."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _segments(n: int, share: float, alone: bool) -> tuple[int, ...]:

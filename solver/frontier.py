@@ -195,6 +195,7 @@ class Floor:
 
     def __init__(self) -> None:
         self.lines: list[Tangent] = []
+        self.levels: list[tuple[float, float]] = []  # a budget, and seconds that no smaller one allows
         self.least_bytes = 0.0  # the largest budget that is known to suffice for nothing
 
     def add(self, budget_bytes: float, found: Relaxed | None) -> None:
@@ -206,7 +207,13 @@ class Floor:
     def bound_s(self, budget_bytes: float) -> float:
         if budget_bytes <= self.least_bytes:
             return math.inf
-        return max((line.bound_s(budget_bytes) for line in self.lines), default=0.0)
+        levels = (bound_s for b, bound_s in self.levels if budget_bytes <= b)
+        return max((*(line.bound_s(budget_bytes) for line in self.lines), *levels), default=0.0)
+
+    def reach(self, time_s: float) -> float:
+        """The smallest budget for which the lines allow this time."""
+        crossings = (x.budget_bytes + (time_s - x.at_s) / x.slope for x in self.lines if x.slope)
+        return max(crossings, default=0.0)
 
     def slack(self, budget_bytes: float) -> float:
         """By how much, relative, a relaxation at this budget could raise the bound."""

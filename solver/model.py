@@ -146,10 +146,10 @@ class Program:
                 extra = [(fate.node, self.variable["y", v, k]) for k, fate in enumerate(value.fates)]
                 extra += [(n, self.variable["r", i, s]) for n, i, s in remade[v]]
                 self.flow(v, BACKWARD, value.backward, extra, reread[v])
-        stages = [self.add(0.0, np.inf, False, 1.0) for _ in p.stages]
+        self.stages = [self.add(0.0, np.inf, False, 1.0) for _ in p.stages]
         for a, account in enumerate(p.accounts):
             if self.time[a]:
-                self.constrain("time", 0.0, np.inf, [(stages[account.stage], 1.0), *((v, -k) for v, k in self.time[a])])
+                self.constrain("time", 0.0, np.inf, [(self.stages[account.stage], 1.0), *((v, -k) for v, k in self.time[a])])
         if o.elastic:
             self.over = self.add(0.0, np.inf, False, 0.0)
         for row in p.rows:

@@ -164,10 +164,14 @@ def whole(problem: Problem, limits: Limits | None = None) -> Solution | None:
     return Solution(decision, price, bound_s, time.perf_counter() - start, stopped, len(program.lower), len(program.row_lower))
 
 
-def smallest(problem: Problem, limits: Limits | None = None, gap: float = 0.02) -> tuple[float, Decision] | None:
-    """The smallest peak within `gap` and a decision that has it, if all layers share their fates; None where demands cannot be met at all."""
+def smallest(
+    problem: Problem, limits: Limits | None = None, gap: float = 0.02, within_s: float = float("inf")
+) -> tuple[float, Decision] | None:
+    """The smallest peak within `gap` and a decision that has it, if all layers share their fates; None where demands cannot be met at all.
+
+    within_s: of decisions that take no longer."""
     limits = limits or Limits()
-    decision = _smallest(replace(problem, budget_bytes=0.0), limits, time.perf_counter(), gap)
+    decision = _smallest(replace(problem, budget_bytes=0.0), limits, time.perf_counter(), gap, within_s)
     return None if decision is None else (max(evaluate(problem, decision).row_bytes, default=0.0), decision)
 
 
@@ -228,9 +232,11 @@ def _explain(problem: Problem, limits: Limits, start: float) -> Infeasible:
     return Infeasible(rows[worst] - problem.budget_bytes, rows[worst], problem.rows[worst].name, decision.strategies)
 
 
-def _smallest(problem: Problem, limits: Limits, start: float, gap: float) -> Decision | None:
+def _smallest(problem: Problem, limits: Limits, start: float, gap: float, within_s: float = float("inf")) -> Decision | None:
     """What exceeds the budget by the least; None where demands cannot be met."""
     program = Program(problem, Options(fates="binary", elastic=True))
+    if within_s < float("inf"):
+        program.constrain("limit", -float("inf"), (within_s - problem.constant_s) * 1e3, [(t, 1.0) for t in program.stages])
     model = mathopt.Model.from_model_proto(program.proto("over"))
     left = max(5.0, limits.seconds - (time.perf_counter() - start))
     result = mathopt.solve(
