@@ -22,12 +22,12 @@ from autopar.formulate.problem import Formulator
 from autopar.mesh import Mesh
 from autopar.solver.frontier import Answer, Floor, Relaxation, Relaxed, pareto, trace
 from autopar.solver.model import Program
-from autopar.solver.problem import Problem
+from autopar.solver.problem import Decision, Problem
 from autopar.solver.solve import Infeasible, NoAnswer, Solution, smallest, whole
 from autopar.staged import WHOLE_AXES, WORTH, Found, Stages, economical, merged, uncollected
 
 SETS = 2  # sets of strategies whose fates are decided at one budget
-SLACK = 1e-3  # relative: a relaxation that cannot raise the bound by more is not solved
+SLACK = 2e-3  # relative: a relaxation that cannot raise the bound by more is not solved
 NODES = 10  # of a program of fates: the first few find what there is
 STEP = 0.01  # of the memory: answers nearer than this are one
 SAME = 1e-5  # of the time
@@ -46,7 +46,7 @@ class _Set:
     f: Formulator
     problem: Problem
     floor: Floor = field(default_factory=Floor)
-    smallest: float = -1.0  # peak, once it is known
+    smallest: tuple[float, Decision | None] | None = None  # peak, once it is known, and what has it
     relaxation: Relaxation = field(init=False)
     cut: dict[tuple[tuple[str, tuple[int, ...]], ...], tuple[Problem, Make]] = field(default_factory=dict)
 
@@ -111,13 +111,13 @@ class Budgets:
         least = smallest(best.item.problem, self.stages.left, WORTH, best.time_s * (1 + SAME))
         if least is not None and least[0] < best.peak_bytes * (1 - STEP):
             problem = replace(best.item.problem, budget_bytes=least[0] * (1 + GRACE))
-            answer = whole(problem, replace(self.stages.left, gap=SAME, nodes=NODES))
+            answer = whole(problem, replace(self.stages.left, gap=SAME, nodes=NODES), least[1])
             found += [_answer(replace(best.item, problem=problem, answer=answer))] if answer is not None else []
         return found
 
     def least(self) -> Found:
         """The fastest of the smallest peak that is found."""
-        best: tuple[float, _Set, Segments] | None = None
+        best: tuple[float, Decision, _Set, Segments] | None = None
         for i, (mesh, f, _) in enumerate(self.wholes):
             strategies = economical(f, partial(self.relaxed, i), lambda chosen, mesh=mesh: self.smallest_of(self.set_of(mesh, chosen)))  # type: ignore[misc]
             if strategies is None:
@@ -126,17 +126,16 @@ class Budgets:
             for segments in self.ends_alone():
                 one = smallest(self.formulated(mine, segments)[0], self.stages.left, WORTH)
                 if one is not None and (best is None or one[0] < best[0] * (1 - WORTH)):
-                    best = one[0], mine, segments
+                    best = *one, mine, segments
         if best is None:
             raise NoAnswer("no answer, whatever the budget", -math.inf)
-        peak, mine, segments = best
+        peak, known, mine, segments = best
         if self.vague(peak):
             self.learn(peak, self.bounding.at(peak, self.stages.left))
-        for grace in (GRACE, WORTH):
-            found = self.solved(mine, segments, peak * (1 + grace))
-            if found is not None:
-                return self.bounded(_answer(found)).item
-        raise NoAnswer("no answer at the smallest peak", -math.inf)
+        found = self.solved(mine, segments, peak * (1 + GRACE), known)
+        if found is None:
+            raise NoAnswer("no answer at the smallest peak", -math.inf)
+        return self.bounded(_answer(found)).item
 
     def ask_in_time(self, budget_bytes: float) -> list[Answer[Found]]:
         """What is found within a budget; where that brought strategies with a smaller peak than any before, also that."""
@@ -144,9 +143,9 @@ class Budgets:
         try:
             found = self.ask(budget_bytes)
             economical = min(self.sets.values(), key=self.smallest_of)
-            if economical.smallest < self.end_bytes * (1 - STEP):
-                self.end_bytes = economical.smallest
-                answer = self.solved(economical, self.uncut, economical.smallest * (1 + GRACE))
+            if self.smallest_of(economical) < self.end_bytes * (1 - STEP):
+                self.end_bytes, known = economical.smallest
+                answer = self.solved(economical, self.uncut, self.end_bytes * (1 + GRACE), known)
                 found += [_answer(answer)] if answer is not None else []
         except TimeoutError:
             pass
@@ -249,10 +248,9 @@ class Budgets:
         return self.sets[self.known[mesh, strategies]]
 
     def smallest_of(self, mine: _Set) -> float:
-        if mine.smallest < 0:
-            found = smallest(mine.problem, self.stages.left)
-            mine.smallest = math.inf if found is None else found[0]
-        return mine.smallest
+        if mine.smallest is None:
+            mine.smallest = smallest(mine.problem, self.stages.left) or (math.inf, None)
+        return mine.smallest[0]
 
     def formulated(self, mine: _Set, segments: Segments) -> tuple[Problem, Make]:
         """The program of a set with the layers cut, and what makes a `Found` of an answer to it."""
@@ -265,15 +263,15 @@ class Budgets:
             mine.cut[key] = problem, lambda p, answer: Found(mine.mesh, p, f.names, v.shrunk, v.rules, answer)
         return mine.cut[key]
 
-    def solved(self, mine: _Set, segments: Segments, budget_bytes: float) -> Found | None:
-        """The nearer the bound is to what the strategies allow, the nearer to that the answer."""
+    def solved(self, mine: _Set, segments: Segments, budget_bytes: float, known: Decision | None = None) -> Found | None:
+        """The nearer the bound is to what the strategies allow, the nearer to that the answer. known: something within the budget."""
         problem, found = self.formulated(mine, segments)
         problem = replace(problem, budget_bytes=budget_bytes)
         limits = self.stages.left
         allowed = mine.floor.bound_s(budget_bytes)
         apart = 1 - self.floor.bound_s(budget_bytes) / allowed if 0 < allowed < math.inf else 0.0
         try:
-            answer = whole(problem, replace(limits, gap=min(limits.gap, max(WORTH, apart / 5)), nodes=min(limits.nodes, NODES)))
+            answer = whole(problem, replace(limits, gap=min(limits.gap, max(WORTH, apart / 5)), nodes=min(limits.nodes, NODES)), known)
         except NoAnswer:
             return None
         return None if answer is None else found(problem, answer)

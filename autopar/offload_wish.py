@@ -10,7 +10,7 @@ from autopar.errors import AutoparError
 from autopar.formulate.problem import Setting
 from autopar.solver.problem import HOST, NVME
 
-_HOW = 'use offload="host", False, or autopar.Offload(host=True, nvme="/local/disk")'
+_HOW = 'use "host", "nvme", "host,nvme" or False; to run it on disk autopar.Offload(host=True, nvme="/local/disk")'
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class Offload:
             found = x
         elif x is None or isinstance(x, bool) or x == HOST:
             found = Offload(host=bool(x))
+        elif x in (NVME, f"{HOST},{NVME}"):
+            found = Offload(host=HOST in x, nvme=True)
         else:
             raise AutoparError(f"offload={x!r} is not known", fix=_HOW)
         for name, n in (("host_bytes", found.host_bytes), ("nvme_bytes", found.nvme_bytes)):

@@ -30,6 +30,12 @@ LETTERS = {
     "aten.embedding": {"d0": "batch", "d1": "sequence", "v": "vocabulary", "d": "features"},
     "autopar.attention_v1": {"b": "batch", "g": "heads", "r": "query heads", "q": "queries"},
 }
+SAID = {
+    "save": "kept for backward",
+    "recompute": "made again in backward",
+    "offload:host": "kept in host memory",
+    "offload:nvme": "kept on disk",
+}
 
 
 def text(plan: Plan) -> str:
@@ -176,7 +182,7 @@ def _fates(plan: Plan, known: set[str]) -> dict[str, list[str]]:
             whose = f"{counts[segment]} of {sum(counts)} layers: " if len(counts) > 1 and segment < len(counts) else ""
             for fate, modules in sorted(fates.items(), reverse=True):
                 said = ", ".join(f"{m} ({n} x)" if n > 1 else m for m, n in modules.items())
-                what = {"save": "kept for backward", "recompute": "made again in backward"}.get(fate, fate)
+                what = SAID.get(fate, fate)
                 out[before] += textwrap.wrap(f"{whose}{what}: {said}", WIDTH, subsequent_indent="    ", break_long_words=False)
     return out
 
