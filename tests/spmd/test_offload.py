@@ -111,6 +111,23 @@ def test_what_is_priced_is_moved(name: str, axes: str, medium: str) -> None:
         assert Counter(transferred(n)[0] for n in issues) == Counter(found.plan.offload.values())
 
 
+def test_only_what_links_carry_beside_compute() -> None:
+    """With plenty of memory nothing leaves; with little, what would be made again leaves instead; over a slow link nothing can."""
+    p, everything = captured("llama", 4)[0], planned("llama", "dp=1", (), math.inf).plan
+    assert not planned("llama", "dp=1", ("host",), math.inf).plan.offload
+    budget = 0.7 * everything.predicted["peak_memory_bytes"]
+    quick = planned("llama", "dp=1", ("host",), budget).plan
+    setting = setting_of("llama", ("host",), budget)
+    crawling = fast(1).model_copy(update={"host": fast(1).host.model_copy(update={"bandwidth_Bps": 1.0})})
+    slow = plan_graph(p.graph, {"dp": 1}, crawling, setting, LIMITS).plan
+    alone = planned("llama", "dp=1", (), budget).plan
+    assert quick.offload and not slow.offload
+    assert len(quick.recompute) < len(slow.recompute)
+    assert quick.predicted["step_time_s"] < slow.predicted["step_time_s"] == pytest.approx(alone.predicted["step_time_s"], rel=0.01)
+    full = plan_graph(p.graph, {"dp": 1}, fast(1), replace(setting, host_bytes=1.0), LIMITS).plan
+    assert not full.offload
+
+
 def test_one_layer_later_and_one_layer_earlier() -> None:
     """Between the issue of a transfer and its end there is a layer's work."""
     from autopar.passes.overlap import overlapped
