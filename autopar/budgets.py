@@ -28,6 +28,7 @@ from autopar.staged import WHOLE_AXES, WORTH, Found, Stages, economical, merged,
 
 SETS = 2  # sets of strategies whose fates are decided at one budget
 SLACK = 2e-3  # relative: a relaxation that cannot raise the bound by more is not solved
+POOR = 0.02  # relative: an answer so far above the bound that other strategies are looked for
 NODES = 10  # of a program of fates: the first few find what there is
 STEP = 0.01  # of the memory: answers nearer than this are one
 SAME = 1e-5  # of the time
@@ -142,10 +143,10 @@ class Budgets:
         found: list[Answer[Found]] = []
         try:
             found = self.ask(budget_bytes)
-            economical = min(self.sets.values(), key=self.smallest_of)
-            if self.smallest_of(economical) < self.end_bytes * (1 - STEP):
-                self.end_bytes, known = economical.smallest
-                answer = self.solved(economical, self.uncut, self.end_bytes * (1 + GRACE), known)
+            leanest = min(self.sets.values(), key=self.smallest_of)
+            if leanest.smallest is not None and leanest.smallest[0] < self.end_bytes * (1 - STEP):
+                self.end_bytes, known = leanest.smallest
+                answer = self.solved(leanest, self.uncut, self.end_bytes * (1 + GRACE), known)
                 found += [_answer(answer)] if answer is not None else []
         except TimeoutError:
             pass
@@ -159,6 +160,8 @@ class Budgets:
             found = self.best_of(known, budget_bytes, [])
             if bound is not None:
                 self.learn(budget_bytes, bound.result())
+        if bound is None and min((a.time_s for a in found), default=math.inf) > self.floor.bound_s(budget_bytes) * (1 + POOR):
+            self.learn(budget_bytes, self.bounding.at(budget_bytes, self.stages.left))  # there may be better strategies
         return self.best_of({c: s for c, s in self.sets.items() if c not in known}, budget_bytes, found)
 
     def best_of(self, sets: Mapping[bytes, _Set], budget_bytes: float, found: list[Answer[Found]]) -> list[Answer[Found]]:

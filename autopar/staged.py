@@ -45,7 +45,7 @@ FAR = 0.3  # a gap, relative, with which too little could be left out
 # Of the gap that may stay, so much for the solver of the program that gives the bound: at first, and if that is too much.
 SHARES = (0.25, 0.02)
 TOO_MANY = 150_000  # arcs: more do not fit the time nor the memory that planning may take
-SHRINK = 0.75  # of the smallest peak known: the budget at which strategies with a smaller one are looked for
+SHRINK = 0.8  # of the smallest peak known: the budget at which strategies with a smaller one are looked for
 NARROW = 0.1  # of a budget that suffices for nothing: they are not looked for nearer to it
 Tell = Callable[[str, float], None]
 Restrict = Callable[[Problem, Names, Mapping[str, Rule], Mesh], Problem]

@@ -62,7 +62,7 @@ def evaluate(problem: Problem, decision: Decision) -> Price:
     stages = [0.0] * len(problem.stages)
     for i, account in enumerate(problem.accounts):
         stages[account.stage] = max(stages[account.stage], accounts[i])
-    on = _variables_on(problem, decision)
+    on = variables_on(problem, decision)
     rows = tuple(row.constant + sum(k for key, k in row.terms if on(key)) for row in problem.rows)
     for limit in problem.limits:
         reached = sum(k for key, k in limit.terms if on(key))
@@ -152,7 +152,9 @@ def reach(have: set[int], wanted: set[int], flow: Flow, arcs: frozenset[int]) ->
     return have
 
 
-def _variables_on(problem: Problem, decision: Decision) -> Callable[[Key], bool]:
+def variables_on(problem: Problem, decision: Decision) -> Callable[[Key], bool]:
+    """Which of the program's variables a decision sets."""
+
     def on(key: Key) -> bool:
         if key[0] == "x":
             return decision.strategies[key[1]] == key[2]

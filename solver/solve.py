@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from ortools.math_opt.python import mathopt
 
-from autopar.solver.evaluate import Price, evaluate, tidy
+from autopar.solver.evaluate import Price, evaluate, tidy, variables_on
 from autopar.solver.model import Options, Program
 from autopar.solver.problem import Decision, Problem
 
@@ -149,18 +149,22 @@ def look(
     return Look(decision, evaluate(within, decision) if whole else None, bound_s, stopped, len(program.lower), len(program.row_lower))
 
 
-def whole(problem: Problem, limits: Limits | None = None) -> Solution | None:
-    """The optimum, within the limits' gap, if all layers share their fates; None where nothing fits. Raises NoAnswer."""
+def whole(problem: Problem, limits: Limits | None = None, known: Decision | None = None) -> Solution | None:
+    """The optimum, within the limits' gap, if all layers share their fates; None where nothing fits. known: something that fits. Raises NoAnswer."""
     limits, start = limits or Limits(), time.perf_counter()
     program = Program(problem, Options(fates="binary"))
     try:
-        values, bound, stopped = _run(program, limits, start, ())
+        values, bound, stopped = _run(program, limits, start, (), known)
+        decision, bound_s = program.decision(values)[0], program.true_bound(bound) / 1e3 + problem.constant_s
     except _Failed:
         return None
-    decision = tidy(problem, program.decision(values)[0])
+    except NoAnswer as e:
+        if known is None:
+            raise
+        decision, bound_s, stopped = known, e.bound_s, "nodes"
+    decision = tidy(problem, decision)
     price = evaluate(problem, decision)
     assert not price.unmet, price.unmet[:3]
-    bound_s = program.true_bound(bound) / 1e3 + problem.constant_s
     return Solution(decision, price, bound_s, time.perf_counter() - start, stopped, len(program.lower), len(program.row_lower))
 
 
@@ -190,7 +194,9 @@ def least(problem: Problem, limits: Limits | None = None) -> float:
     return program.true_bound(bound) / 1e3 + problem.constant_s
 
 
-def _run(program: Program, limits: Limits, start: float, hints: Sequence[Sequence[int]]) -> tuple[Sequence[float], float, str]:
+def _run(
+    program: Program, limits: Limits, start: float, hints: Sequence[Sequence[int]], known: Decision | None = None
+) -> tuple[Sequence[float], float, str]:
     model = mathopt.Model.from_model_proto(program.proto())
     variables = list(model.variables())
     left = max(1.0, limits.seconds - (time.perf_counter() - start))
@@ -209,6 +215,10 @@ def _run(program: Program, limits: Limits, start: float, hints: Sequence[Sequenc
             for h in hints
         ]
     )
+    if known is not None:
+        on = variables_on(program.problem, known)
+        values = {variables[i]: float(on(key)) for key, i in program.variable.items()}
+        given.solution_hints.append(mathopt.SolutionHint(variable_values=values))
     result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=params, model_params=given)
     reason = result.termination.reason
     if reason in (mathopt.TerminationReason.OPTIMAL, mathopt.TerminationReason.FEASIBLE):
