@@ -1,0 +1,72 @@
+"""Prices for a step as it is compiled, not as it was planned: what fuses is found anew in the halves that run.
+
+The integer program, and so `autopar.price`, knows fusion from the captured graph: an operator that runs again in backward reads and writes what it does in
+forward. Inductor fuses what runs again with the backward operators that read it, where it can, which then is neither written nor read, nor in
+memory. min-cut counts on that ("recomputing is free"). Here `autopar.cost.fusion` looks at forward and backward as partitioned: the same model of
+fusion, another graph. Collectives and copies cost what they did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from autopar import _torch
+from autopar.cost import Cost
+from autopar.cost.fusion import fused
+from autopar.describe import describe_node, dtype_name, tensor_name
+from autopar.graph import Graph, Op, Tensor
+from autopar.mesh import Mesh
+from autopar.passes.nodes import is_issue, is_wait, part_bytes
+from autopar.passes.partition import Parts
+from autopar.placement import Placement
+from autopar.rules import lookup
+
+
+def as_compiled(parts: Parts, cost: Cost) -> tuple[dict[fx.Node, float], Callable[[fx.Node], list[int]]]:
+    """Seconds of the calls of both halves on compute, and bytes of every part of a call's result that are in memory."""
+    seconds: dict[fx.Node, float] = {}
+    sizes: dict[fx.Node, list[int]] = {}
+    for gm in (parts.forward, parts.backward):
+        if gm is not None:
+            _half(gm, cost, seconds, sizes)
+    return seconds, lambda n: sizes.get(n) or part_bytes(n)
+
+
+def _half(gm: fx.GraphModule, cost: Cost, seconds: dict[fx.Node, float], sizes: dict[fx.Node, list[int]]) -> None:
+    graph, nodes = _graph(gm)
+    rules = {op.name: lookup(op) for op in graph.ops}
+    shares = fused(graph, rules)
+    one = replace(cost, mesh=Mesh.of({}), fused=shares)
+    for op in graph.ops:
+        n = nodes[op.name]
+        if is_issue(n) or is_wait(n):
+            continue
+        rule = rules[op.name]
+        whole = tuple(None if t is None else Placement.of(t.shape) for t in op.outputs)
+        seconds[n] = one.op(op, rule, {}, tuple(Placement.of(t.shape) for t in op.inputs), whole).seconds
+        if op.name in shares and not rule.is_heavy:
+            there = [t is not None and t.name in shares[op.name].writes for t in op.outputs]
+            sizes[n] = [b * w for b, w in zip(part_bytes(n), there, strict=True)]
+
+
+def _graph(gm: fx.GraphModule) -> tuple[Graph, dict[str, fx.Node]]:
+    """The calls of a half, torch-free: at local shapes, all of one direction."""
+    tensors: dict[str, Tensor] = {}
+    ops: list[Op] = []
+    nodes: dict[str, fx.Node] = {}
+    for n in gm.graph.nodes:
+        if n.op in ("placeholder", "get_attr"):
+            val = n.meta["val"]
+            tensors[n.name] = Tensor(n.name, tuple(val.shape), dtype_name(val.dtype))
+        elif n.op == "call_function" and not _torch.is_getitem(n):
+            op = replace(describe_node(n, tensors), direction="forward")
+            tensors |= {t.name: t for t in op.outputs if t is not None}
+            ops.append(op)
+            nodes[op.name] = n
+    results: list[Any] = list(gm.graph.output_node().args[0])
+    outputs = tuple(tensor_name(n) for n in results if isinstance(n, fx.Node))
+    return Graph({}, {}, (), (), (), tuple(ops), outputs, {}, {}, tensors), nodes
