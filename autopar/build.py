@@ -235,7 +235,7 @@ class Builder:
         )
         step = Step(captured, graph, plan, self.groups, settings)
         if decides or self.plan is None or (self.layout is not None and grad and not self.plan.collectives):
-            self.plan = step.plan
+            self.plan = step.plan.answering_as(plan)
         else:
             self.plan = replace(self.plan, params={**plan.params, **self.plan.params})
         self.planned = self.planned or decides

@@ -18,6 +18,7 @@ from autopar.placement import Placement
 from autopar.plan_text import text
 
 OFFLOAD = "offload:"
+_ASKED = ("_why", "_trace")  # what `explain` and `frontier` ask
 
 
 @dataclass(frozen=True)
@@ -148,8 +149,15 @@ class Plan:
         object.__setattr__(self, "_trace", trace)
         return self
 
+    def answering_as(self, other: Plan) -> Plan:
+        """This plan, which answers what `other` does: one of the same program."""
+        for key in _ASKED:
+            if key in other.__dict__:
+                object.__setattr__(self, key, other.__dict__[key])
+        return self
+
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_why", "_trace")}
+        return {k: v for k, v in self.__dict__.items() if k not in _ASKED}
 
     def __str__(self) -> str:
         return self.text()
