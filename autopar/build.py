@@ -246,7 +246,7 @@ class Builder:
         wish, c = self.config.wish, self.config
 
         budget_bytes = wish.memory_bytes or (self.cluster.device.usable_bytes if self.cluster else math.inf)
-        s = setting(stored, trainable, c.precision.reduce, c.optimizer, budget_bytes)
+        s = setting(stored, trainable, c.precision.reduce, c.optimizer, budget_bytes, c.grad_accumulation)
         s = replace(s, fuses=c.backend == "inductor")
         if self.cluster is not None:
             s = Offload.of(wish.offload, self.cluster).within(s, self.cluster)

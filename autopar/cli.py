@@ -70,7 +70,8 @@ Sequence = Annotated[int, typer.Option(min=1, help="tokens in a sequence")]
 Axes = Annotated[str | None, typer.Option("--mesh", help="32x8, or with names: dp=32,tp=8; without it the cluster's nodes x devices")]
 Layers = Annotated[int | None, typer.Option(min=1, help="plan for only so many of the model's layers")]
 Computed = Annotated[str, typer.Option("--precision", help="bf16, fp16 or fp32: what is computed in")]
-Optimizer = Annotated[str, typer.Option(help="whose states memory is planned for")]
+Optimizer = Annotated[str, typer.Option(help="whose state memory is planned for: adamw, adamw-fused, adamw8bit, sgd, ...")]
+Accumulation = Annotated[int, typer.Option("--grad-accumulation", min=1, help="micro-batches of a step; --batch is of each")]
 Memory = Annotated[
     str | None,
     typer.Option(
@@ -88,13 +89,16 @@ Gap = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="stop this clo
 @app.command()
 def plan(
     model: Model, cluster: Devices, batch: Batch, seq: Sequence, mesh: Axes = None, layers: Layers = None, precision: Computed = "bf16",
-    optimizer: Optimizer = "adamw", memory: Memory = None, offload: Offloaded = None, layout: Hand = None, time_limit: TimeLimit = None, gap: Gap = None,
+    optimizer: Optimizer = "adamw", grad_accumulation: Accumulation = 1, memory: Memory = None, offload: Offloaded = None, layout: Hand = None,
+    time_limit: TimeLimit = None, gap: Gap = None,
     output: Annotated[str | None, typer.Option("--output", "-o", metavar="FILE", help="write the plan here; - is standard output")] = None,
 ) -> None:  # fmt: skip
     """Plan a training step; needs no device, no weights and no network."""
     if output not in (None, "-"):
         _writable(Path(str(output)), "--output")
-    made = _plan("plan", model, cluster, batch, seq, mesh, layers, precision, optimizer, memory, offload, layout, time_limit, gap)
+    made = _plan(
+        "plan", model, cluster, batch, seq, mesh, layers, precision, optimizer, grad_accumulation, memory, offload, layout, time_limit, gap
+    )
     from autopar import plan_schema
 
     if output == "-":
@@ -111,19 +115,37 @@ def explain(
     operator: Annotated[str, typer.Argument(help="a module's path, a parameter or an operator, or how it ends: mlp.gate_proj")],
     placement: Annotated[str, typer.Argument(help='what mesh axes split: "tp:out", "Shard(1) over tp", "Replicate over dp"')],
     cluster: Devices, batch: Batch, seq: Sequence, mesh: Axes = None, layers: Layers = None, precision: Computed = "bf16",
-    optimizer: Optimizer = "adamw", memory: Memory = None, offload: Offloaded = None, layout: Hand = None, time_limit: TimeLimit = None, gap: Gap = None,
+    optimizer: Optimizer = "adamw", grad_accumulation: Accumulation = 1, memory: Memory = None, offload: Offloaded = None, layout: Hand = None,
+    time_limit: TimeLimit = None, gap: Gap = None,
 ) -> None:  # fmt: skip
     """Say why the plan does not have an operator or a parameter placed so, or what that would cost."""
     asked = {"op": operator, "placement": placement}
     typer.echo(
-        _plan("explain", model, cluster, batch, seq, mesh, layers, precision, optimizer, memory, offload, layout, time_limit, gap, **asked)
+        _plan(
+            "explain",
+            model,
+            cluster,
+            batch,
+            seq,
+            mesh,
+            layers,
+            precision,
+            optimizer,
+            grad_accumulation,
+            memory,
+            offload,
+            layout,
+            time_limit,
+            gap,
+            **asked,
+        )
     )
 
 
 @app.command()
 def frontier(
     model: Model, cluster: Devices, batch: Batch, seq: Sequence, mesh: Axes = None, layers: Layers = None, precision: Computed = "bf16",
-    optimizer: Optimizer = "adamw",
+    optimizer: Optimizer = "adamw", grad_accumulation: Accumulation = 1,
     memory: Annotated[str | None, typer.Option(help="no plan that needs more of a device: 70GB, 64GiB, or bytes; without it any")] = None,
     offload: Offloaded = None,
     layout: Hand = None,
@@ -140,7 +162,22 @@ def frontier(
     if plot is not None and importlib.util.find_spec("plotly") is None:
         raise AutoparError("a plot needs plotly, which is not installed", where="--plot", fix='pip install "autopar[report]"')
     found = _plan(
-        "frontier", model, cluster, batch, seq, mesh, layers, precision, optimizer, memory, offload, layout, time_limit, gap, points=points
+        "frontier",
+        model,
+        cluster,
+        batch,
+        seq,
+        mesh,
+        layers,
+        precision,
+        optimizer,
+        grad_accumulation,
+        memory,
+        offload,
+        layout,
+        time_limit,
+        gap,
+        points=points,
     )
     typer.echo(found.text())
     if out is not None:
@@ -189,7 +226,7 @@ def main() -> None:
 
 def _plan(
     verb: str, model: str, cluster: str, batch: int, seq: int, mesh: str | None, layers: int | None, precision: str, optimizer: str,
-    memory: str | None, offload: str | None, layout: str | None, time_limit: float | None, gap: float | None, **asked: str | int,
+    grad_accumulation: int, memory: str | None, offload: str | None, layout: str | None, time_limit: float | None, gap: float | None, **asked: str | int,
 ) -> Any:  # fmt: skip
     """`plan`, `explain` or `frontier` of `autopar.offline`, by its name, with progress."""
     budget = memory if memory is None or memory in NAMES else parse_bytes(memory, "--memory")
@@ -213,7 +250,7 @@ def _plan(
         options = {k: v for k, v in (("seconds", time_limit), ("gap", gap)) if v is not None}
         return does(
             built, shapes, cluster, shape,
-            precision=precision, optimizer=optimizer, layout=layout, memory=budget, offload=offload, options=options or None, progress=tell,
+            precision=precision, optimizer=optimizer, grad_accumulation=grad_accumulation, layout=layout, memory=budget, offload=offload, options=options or None, progress=tell,
             fork=_alone and fork.useful(), **asked,
         )  # fmt: skip
 

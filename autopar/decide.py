@@ -23,7 +23,7 @@ from autopar.layout import Layout
 from autopar.memory_wish import Memory
 from autopar.mesh import Mesh
 from autopar.offload_wish import Offload
-from autopar.optimizers import STATE_TENSORS
+from autopar.optimizers import kind_of
 from autopar.plan import ParamChoice, Plan
 from autopar.plan_schema import load
 from autopar.planning import plan_graph, within
@@ -86,16 +86,25 @@ def _said(axes: Mapping[str, int]) -> str:
 
 
 def setting(
-    stored: Mapping[str, torch.dtype], trainable: frozenset[str], reduce: torch.dtype | None, optimizer: object, budget_bytes: float
+    stored: Mapping[str, torch.dtype],
+    trainable: frozenset[str],
+    reduce: torch.dtype | None,
+    optimizer: str | type,
+    budget_bytes: float,
+    grad_accumulation: int = 1,
 ) -> Setting:
     """stored: dtypes of the parameters as they are stored; optimizer: a name or a class, one of unknown memory counts as Adam."""
-    name = optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", "")
+    kind = kind_of(optimizer)
+    wide = float(max((DTYPE_BYTES.get(_name(d), 4) for d in stored.values()), default=4))
     return Setting(
         trainable,
         "" if reduce is None else _name(reduce),
-        state_bytes=4.0 * STATE_TENSORS.get(name.lower(), STATE_TENSORS["adam"]),
-        master_bytes=float(max((DTYPE_BYTES.get(_name(d), 4) for d in stored.values()), default=4)),
+        state_bytes=kind.state_bytes + wide * kind.moments,
+        step_bytes=wide * kind.temporaries,
+        traffic_bytes=kind.traffic_bytes,
+        master_bytes=wide,
         budget_bytes=budget_bytes,
+        micro_batches=grad_accumulation,
     )
 
 

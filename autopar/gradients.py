@@ -30,9 +30,9 @@ class GradSync:
         sync = enabled and self.count % self.every == 0
         accumulated = bool(self.buffers)
         values = {**values, **{Role("accumulated", p): t for p, t in self.buffers.items()}}
+        self.buffers = {}  # nobody but the step holds them: each is freed when its gradient is added
         results = dict(step.backward(saved, values, sync, accumulated))
         if sync:
-            self.buffers = {}
             return results
         self.buffers = {r.name: t for r, t in results.items() if r.kind == "grad" and t is not None}
         return {r: t for r, t in results.items() if r.kind != "grad"}

@@ -6,7 +6,6 @@ they do not show what it is. The plan names the operators that were captured; `r
 
 from __future__ import annotations
 
-import difflib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,17 +18,18 @@ from torch import nn
 from autopar.build import Precision, refuse_unknown_random
 from autopar.capture import Call, capture, off_cache
 from autopar.cluster import Cluster
+from autopar.decide import setting
 from autopar.describe import describe
 from autopar.errors import AutoparError, CaptureError, MeshError
 from autopar.explain import Explanation, explain_graph
 from autopar.fork import both
 from autopar.formulate.problem import Setting
 from autopar.frontier import Frontier, frontier_graph
-from autopar.graph import DTYPE_BYTES, Graph
+from autopar.graph import Graph
 from autopar.layout import Layout
 from autopar.memory_wish import Memory
 from autopar.offload_wish import Offload
-from autopar.optimizers import STATE_TENSORS
+from autopar.optimizers import kind_of
 from autopar.plan import Plan
 from autopar.planning import plan_graph, within
 from autopar.refit import modules_of, served
@@ -59,7 +59,8 @@ def plan(
     *,
     loss_fn: Callable[..., Any] | None = None,
     precision: Precision | str | torch.dtype | None = None,
-    optimizer: str = "adamw",
+    optimizer: str | type = "adamw",
+    grad_accumulation: int = 1,
     layout: str | Layout | None = None,
     memory: float | str | None = None,
     offload: Offload | str | bool | None = None,
@@ -70,7 +71,8 @@ def plan(
     """The best plan of one training step of `model` on `cluster`.
 
     inputs: keyword arguments of a call, tensors or shapes (a shape is taken for token ids, int64). mesh: "32x8" or axis sizes by name; default the
-    cluster's nodes x devices. memory: budget of a device in bytes; "fastest", as by default: what it has, less a reserve; "least": the plan of the smallest
+    cluster's nodes x devices. optimizer: a name of `autopar.optimizers.KINDS` or a class. grad_accumulation: calls for each of its steps; times are of
+    one call, with its share of the reduction of gradients and of that step. memory: budget of a device in bytes; "fastest", as by default: what it has, less a reserve; "least": the plan of the smallest
     peak instead of the fastest one. offload: where activations may be kept besides the device: "host",
     False or an `Offload`; default nowhere. layout: the best plan that is this hand
     layout. options: "seconds" and "gap" of the solver. progress: called with a stage's name and its seconds. fork: captures two depths of the model at
@@ -79,7 +81,7 @@ def plan(
     Raises InfeasibleError when nothing fits, CaptureError, MeshError, ClusterError, LayoutError.
     """
     tell = _Stages(progress)
-    t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, memory, offload, tell, fork)
+    t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, tell, fork)
     limits = Limits(**(options or {}))  # type: ignore[arg-type]
     least = Memory.of(memory).least
     planned = plan_graph(t.folded, t.mesh_axes, t.cluster, t.setting, limits, tell, layout, least)
@@ -102,7 +104,8 @@ def frontier(
     points: int = 20,
     loss_fn: Callable[..., Any] | None = None,
     precision: Precision | str | torch.dtype | None = None,
-    optimizer: str = "adamw",
+    optimizer: str | type = "adamw",
+    grad_accumulation: int = 1,
     layout: str | Layout | None = None,
     memory: float | str | None = None,
     offload: Offload | str | bool | None = None,
@@ -120,7 +123,7 @@ def frontier(
         raise AutoparError(
             "a frontier ends at the least memory anyway", fix="leave memory= out, or give the most bytes that a plan may need"
         )
-    t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, memory, offload, tell, fork)
+    t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, tell, fork)
     most = math.inf if wish.budget_bytes is None else wish.budget_bytes
     found = _frontier(t, points, Limits(**(options or {})), tell, layout, most)  # type: ignore[arg-type]
     tell.rest()
@@ -137,7 +140,8 @@ def explain(
     placement: str,
     loss_fn: Callable[..., Any] | None = None,
     precision: Precision | str | torch.dtype | None = None,
-    optimizer: str = "adamw",
+    optimizer: str | type = "adamw",
+    grad_accumulation: int = 1,
     layout: str | Layout | None = None,
     memory: float | str | None = None,
     offload: Offload | str | bool | None = None,
@@ -151,7 +155,7 @@ def explain(
     "tp:out" (a loop, as `print(plan)` or the operator's rule names it), "Shard(1) over tp" (a dim of the result or of the parameter) or "Replicate over dp".
     """
     tell = _Stages(progress)
-    t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, memory, offload, tell, fork)
+    t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, tell, fork)
     limits = Limits(**(options or {}))  # type: ignore[arg-type]
     setting = t.setting
     if Memory.of(memory).least:
@@ -183,7 +187,8 @@ def task(
     mesh: str | Mapping[str, int] | None,
     loss_fn: Callable[..., Any] | None,
     precision: Precision | str | torch.dtype | None,
-    optimizer: str,
+    optimizer: str | type,
+    grad_accumulation: int,
     memory: float | str | None,
     offload: Offload | str | bool | None,
     tell: Callable[[str, float], None],
@@ -193,10 +198,9 @@ def task(
     where = Cluster.of(cluster)
     axes = mesh_axes(mesh, where)
     budget_bytes = Memory.of(memory).budget_bytes
-    if optimizer not in STATE_TENSORS:
-        close = difflib.get_close_matches(optimizer, STATE_TENSORS, n=1)
-        meant = f"did you mean {close[0]}? Else " if close else ""
-        raise AutoparError(f"unknown optimizer {optimizer!r}", fix=f"{meant}use one of {', '.join(STATE_TENSORS)}")
+    kind_of(optimizer)
+    if grad_accumulation < 1:
+        raise AutoparError(f"grad_accumulation must be at least 1, not {grad_accumulation}")
     p = Precision.of(precision)
     tensors = {k: v if isinstance(v, torch.Tensor) else torch.empty(tuple(v), dtype=torch.int64, device="meta") for k, v in inputs.items()}
     params = dict(model.named_parameters(remove_duplicate=False))
@@ -211,15 +215,15 @@ def task(
     start = time.perf_counter()
     folded = program(model, captured, both if fork else None)
     tell("capture", time.perf_counter() - start)
-    stored = max((DTYPE_BYTES[str(q.dtype).removeprefix("torch.")] for q in params.values()), default=4)
-    setting = Setting(
+    made = setting(
+        {n: q.dtype for n, q in params.items()},
         frozenset(n for n in folded.graph.params if params[n].requires_grad),
-        "" if p.reduce is None else str(p.reduce).removeprefix("torch."),
-        state_bytes=4.0 * STATE_TENSORS[optimizer],
-        master_bytes=float(stored),
-        budget_bytes=where.device.usable_bytes if budget_bytes is None else budget_bytes,
+        p.reduce,
+        optimizer,
+        where.device.usable_bytes if budget_bytes is None else budget_bytes,
+        grad_accumulation,
     )
-    return Task(model, folded, axes, where, Offload.of(offload, where).within(setting, where))
+    return Task(model, folded, axes, where, Offload.of(offload, where).within(made, where))
 
 
 def program(model: nn.Module, captured: Callable[[nn.Module], Graph], both: Both | None = None) -> Folded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,19 +14,64 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.errors import OptimizerError
 
-# Bytes of state per parameter element in fp32 moments; optimizers not listed are accepted.
-STATE_TENSORS = {
-    "sgd": 0,
-    "sgd-momentum": 1,
-    "rmsprop": 1,
-    "adagrad": 1,
-    "lion": 1,
-    "adam": 2,
-    "adamw": 2,
-    "nadam": 2,
-    "radam": 2,
-    "adamax": 2,
+
+@dataclass(frozen=True)
+class Kind:
+    """What one step of an optimizer needs, per element of a parameter.
+
+    moments: tensors of state as wide as the parameter; state_bytes: of state besides; temporaries: elements, as wide as the parameter, that
+    live at once during the step (measured on torch 2.13: tests/unit/test_optimizers.py); traffic_bytes: to and from memory, where
+    parameters are 4 bytes wide and are written a second time in half precision.
+    """
+
+    moments: float
+    temporaries: float
+    traffic_bytes: float
+    state_bytes: float = 0.0
+
+
+# 8-bit moments come with a 4-byte scale for every 256 of them (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", section 2.2).
+_EIGHT_BITS = 2 * (1 + 4 / 256)
+# Where a name leaves open which of torch's implementations runs, memory is that of foreach and traffic that of one fused pass over
+# gradient, parameter and moments. Foreach AdamW goes through memory once for every formula of its step.
+KINDS = {
+    "sgd": Kind(0, 1.0, 14.0),  # a temporary for weight decay
+    "sgd-momentum": Kind(1, 1.0, 22.0),
+    "sgd-fused": Kind(0, 0.0, 14.0),
+    "sgd-momentum-fused": Kind(1, 0.0, 22.0),
+    "rmsprop": Kind(1, 1.0, 22.0),
+    "adagrad": Kind(1, 2.0, 22.0),
+    "adagrad-fused": Kind(1, 0.0, 22.0),
+    "lion": Kind(1, 1.0, 22.0),
+    "adam": Kind(2, 1.0, 30.0),
+    "adam-foreach": Kind(2, 1.0, 80.0),
+    "adam-fused": Kind(2, 0.0, 30.0),
+    "adam8bit": Kind(0, 0.0, 18.0, _EIGHT_BITS),
+    "adamw": Kind(2, 1.0, 30.0),
+    "adamw-foreach": Kind(2, 1.0, 80.0),
+    "adamw-fused": Kind(2, 0.0, 30.0),
+    "adamw8bit": Kind(0, 0.0, 18.0, _EIGHT_BITS),
+    "nadam": Kind(2, 1.0, 30.0),
+    "radam": Kind(2, 1.0, 30.0),
+    "adamax": Kind(2, 1.0, 30.0),
 }
+UNKNOWN = Kind(0, 1.0, 30.0, 8.0)  # a class that is not listed counts as Adam in single precision
+
+
+def known(name: str) -> str:
+    """`name` as KINDS has it. Raises OptimizerError, with what may have been meant."""
+    if name.lower() in KINDS:
+        return name.lower()
+    close = difflib.get_close_matches(name.lower(), KINDS, n=1)
+    meant = f"did you mean {close[0]}? Else " if close else ""
+    raise OptimizerError(f"unknown optimizer {name!r}", fix=f"{meant}use one of {', '.join(KINDS)}, or the class itself (in compile)")
+
+
+def kind_of(optimizer: str | type) -> Kind:
+    """A name of KINDS, or the class of an optimizer."""
+    if isinstance(optimizer, str):
+        return KINDS[known(optimizer)]
+    return KINDS.get(optimizer.__name__.lower(), UNKNOWN)
 
 
 @dataclass
@@ -41,8 +87,8 @@ _watched: weakref.WeakKeyDictionary[nn.Module, _Watch] = weakref.WeakKeyDictiona
 
 def watch(module: nn.Module, planned: str | type[Optimizer]) -> None:
     """Checks every optimizer that holds parameters of `module` at its first step."""
-    if isinstance(planned, str) and planned.lower() not in STATE_TENSORS:
-        raise OptimizerError(f"unknown optimizer {planned!r}", fix=f"use one of {', '.join(STATE_TENSORS)}, or the class itself")
+    if isinstance(planned, str):
+        known(planned)
     _watched[module] = _Watch(planned)
 
 
@@ -60,22 +106,32 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 register_optimizer_step_pre_hook(_before_step)
 
 
-def _kind(optimizer: Optimizer) -> str:
-    kind = type(optimizer).__name__.lower()
-    return "sgd-momentum" if kind == "sgd" and any(g.get("momentum") for g in optimizer.param_groups) else kind
+def _name(optimizer: Optimizer) -> str:
+    name = type(optimizer).__name__.lower()
+    if name == "sgd" and any(g.get("momentum") for g in optimizer.param_groups):
+        name = "sgd-momentum"
+    if f"{name}-fused" in KINDS and all(g.get("fused") for g in optimizer.param_groups):
+        name += "-fused"
+    return name
 
 
 def _check(optimizer: Optimizer, planned: str | type[Optimizer]) -> None:
-    name = planned if isinstance(planned, str) else planned.__name__
     if isinstance(planned, type):
         wrong = not isinstance(optimizer, planned)
     else:
-        wrong = STATE_TENSORS.get(_kind(optimizer), 0) > STATE_TENSORS[name.lower()]
+        # One that is not listed is accepted.
+        ours, theirs = kind_of(planned), KINDS.get(_name(optimizer), Kind(0, 0.0, 0.0))
+        wrong = any(_bytes(theirs, wide) > _bytes(ours, wide) for wide in (2, 4))
     if wrong:
+        name = planned if isinstance(planned, str) else planned.__name__
         raise OptimizerError(
             f"the plan counts on the memory of {name}, but {type(optimizer).__name__} steps these parameters",
-            fix=f'pass optimizer="{_kind(optimizer)}" (or the class) to autopar.compile',
+            fix=f'pass optimizer="{_name(optimizer)}" (or the class) to autopar.compile',
         )
+
+
+def _bytes(kind: Kind, wide: int) -> float:
+    return kind.state_bytes + wide * (kind.moments + kind.temporaries)
 
 
 def _move_state(optimizer: Optimizer) -> None:

@@ -26,7 +26,7 @@ from torch import fx
 
 from autopar.cost import Cost
 from autopar.describe import dtype_name
-from autopar.formulate.problem import Setting
+from autopar.formulate.problem import Setting, optimizer_s
 from autopar.graph import Graph, Op, Tensor
 from autopar.mesh import Mesh
 from autopar.passes import local
@@ -95,7 +95,7 @@ class Price:
 
 
 def price(parts: Parts, plan: Plan, graph: Graph, cost: Cost, setting: Setting, prefix: str) -> Price:
-    """The step's time. parts: after `manager.overlap`; graph: the whole captured one, whose fusion `cost` knows; prefix: of group names."""
+    """The time of a call, as `Setting` has it. parts: after `manager.overlap`; graph: the whole captured one, whose fusion `cost` knows; prefix: of group names."""
     found = charges(parts, plan, graph, cost, prefix)
     accounts: dict[tuple[str, str], float] = {}
     together: dict[tuple[str, str, str], list[Charge]] = defaultdict(list)
@@ -104,14 +104,14 @@ def price(parts: Parts, plan: Plan, graph: Graph, cost: Cost, setting: Setting, 
         accounts[stage, resource] = accounts.get((stage, resource), 0.0) + seconds
 
     for c in found:
-        pay(c.stage, c.resource, c.seconds)
+        pay(c.stage, c.resource, c.seconds / (setting.micro_batches if c.serves == "gradient" else 1))
         if c.blocks:
             pay(c.stage, COMPUTE, c.seconds)
         if c.kind:
             together[c.stage, c.serves, c.kind].append(c)
     for n, role in zip((n for n in parts.forward.graph.nodes if n.op == "placeholder"), parts.forward_inputs, strict=True):
         if role.kind == "param" and role.name in setting.trainable:
-            pay("optimizer", COMPUTE, cost.optimizer_s(n.meta["val"].numel()))
+            pay("optimizer", COMPUTE, optimizer_s(cost, setting, n.meta["val"].numel()))
     stages = {s: max((t for (stage, _), t in accounts.items() if stage == s), default=0.0) for s in STAGES}
     totals = {k: Collectives(len(v), sum(c.seconds for c in v), sum(c.wire_bytes for c in v)) for k, v in together.items()}
     return Price(sum(stages.values()), stages, accounts, totals, found)

@@ -98,10 +98,12 @@ class Step:
         return list(zip(self.base.forward_outputs, out[:n], strict=True)), list(out[n:])
 
     def backward(
-        self, saved: list[torch.Tensor], values: Mapping[Role, torch.Tensor], sync: bool, accumulated: bool
+        self, saved: list[torch.Tensor], values: dict[Role, torch.Tensor], sync: bool, accumulated: bool
     ) -> list[tuple[Role, torch.Tensor | None]]:
+        """Empties `saved` and `values`, so that each tensor can be freed at its last use."""
         parts, lowered = self.backward_of(sync, accumulated)
         flat = [*saved, *(values[r] for r in parts.backward_inputs)]
         saved.clear()
+        values.clear()
         out = lowered.fn(flat)
         return list(zip(parts.backward_outputs, out, strict=True))

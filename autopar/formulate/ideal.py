@@ -13,7 +13,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from autopar.formulate.memory import rows
-from autopar.formulate.problem import Formulator
+from autopar.formulate.problem import Formulator, optimizer_s
 from autopar.solver.problem import Choice, End, Fate, Flow, Problem, Rerun, Value
 
 
@@ -33,7 +33,7 @@ def ideal(f: Formulator, problem: Problem, whole: Formulator) -> Problem:
         times[a] += t
     for t in f.q.classes.params.values():
         if t.name in f.trained:
-            share = f.q.count(t.name) * f.cost.optimizer_s(t.numel / f.mesh.size)
+            share = f.q.count(t.name) * optimizer_s(f.cost, f.setting, t.numel / f.mesh.size)
             times[f.account(2, "compute")] += share
     choices[c0] = replace(choices[c0], times=(dict(times),))
     values = [

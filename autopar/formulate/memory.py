@@ -3,8 +3,10 @@
 Throughout: parameters and optimizer state as stored, buffers, this device's part of the batch.
 Transient: what a position's own direction made and still reads, at the placement it was made in, and versions brought elsewhere from first to
 last use. Kept: from where it is made to its last use in backward, by what runs again too. Made again: from first to last use in backward.
-Gathered parameters live from a stretch before their use, unreduced gradients to a stretch after they are made (`stretches`). Tensors that fused
-kernels never write are not counted. Rows whose terms another row has too, and more, are left out.
+Gathered parameters live from a stretch before their use, unreduced gradients to a stretch after they are made (`stretches`). Under gradient
+accumulation every unreduced gradient has a buffer that is there in forward too; in the last micro-batch backward trades it for the reduced
+gradient, in those before it keeps it: there are rows for both. Tensors that fused kernels never write are not counted. Rows whose terms
+another row has too, and more, are left out.
 
 Repeated layers. The graph has a first copy, a middle one that stands for M, and a last one. At a position in copy g of the M, what is kept of
 the g - 1 copies before it is whole, and its neighbours' and its own tensors live as they do around the graph's middle copy: the bytes are
@@ -22,7 +24,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
 
 # Bytes per element that drawing random numbers from counters takes on the way, run call by call: 64-bit words (measured: tests/spmd/test_memory.py).
 RANDOM_BYTES = 27.0
-ADAMW_TEMPORARIES = 1.0  # foreach AdamW holds as many temporary elements as there are parameters (measured on torch 2.13)
 
 
 def rows(f: Formulator, problem: Problem, ideal: bool = False) -> Problem:
@@ -48,6 +49,14 @@ def rows(f: Formulator, problem: Problem, ideal: bool = False) -> Problem:
     found = r.rows()
     tight, loose = ((), ()) if ideal else away.limits(r, problem)
     return replace(problem, rows=found, pairs=r.pairs, loose=tuple(r.loose), limits=tight, loose_limits=loose)
+
+
+@dataclass
+class Spans:
+    """plain: variable, first and last position, bytes; copies: variable and bytes by column, where copies of layers hold some."""
+
+    plain: list[tuple[int, int, int, float]] = field(default_factory=list)
+    copies: list[tuple[int, np.ndarray]] = field(default_factory=list)
 
 
 class Rows:
@@ -79,8 +88,7 @@ class Rows:
         self.pairs: tuple[tuple[int, int], ...] = ()
         self.loose: list[Row] = []
         self.known_sizes: dict[int, dict[int, float]] = {}
-        self.spans: list[tuple[int, int, int, float]] = []  # variable, first, last position, bytes
-        self.entries: list[tuple[int, np.ndarray, np.ndarray]] = []  # variable, positions, bytes: where copies hold some
+        self.always, self.last_call = Spans(), Spans()  # what lives in every call, and what in one that reduces gradients
 
     def _written(self) -> set[str]:
         out = set()
@@ -105,9 +113,12 @@ class Rows:
             for i, n in enumerate(shares):
                 static["x", c, i] += times * n * (s.master_bytes + (s.state_bytes if trained else 0.0))
                 if trained:
-                    step["x", c, i] += times * n * s.master_bytes * (1 + ADAMW_TEMPORARIES)
+                    step["x", c, i] += times * n * (s.master_bytes + s.step_bytes)
                     if grad is not None:
-                        self.add(("x", c, i), n * s.master_bytes, self.position[grad.split(".")[0]], self.end - 1, t.name, grows=True)
+                        made = self.position[grad.split(".")[0]]
+                        self.add(("x", c, i), n * s.master_bytes, made, self.end - 1, t.name, grows=True, last_call=True)
+            if trained and grad is not None and s.micro_batches > 1:
+                self.accumulated(grad, times)
         static["x", f.fixed, 0] += sum(t.nbytes for t in f.graph.buffers.values())
         for option, axes in enumerate(f.names.input_options):
             places = batch_placements(f.graph.inputs, axes, self.mesh)
@@ -121,27 +132,19 @@ class Rows:
             self.workspace()
         if f.only is not None:
             self.chains()
-        live = np.zeros((len(self.index), self.width))
-        if self.spans:
-            variable, first, last, size = (np.array(x) for x in zip(*self.spans, strict=True))
-            np.add.at(live, (variable, first), size)
-            np.add.at(live, (variable, last + 1), -size)
-            live[:, : self.end] = np.round(np.cumsum(live[:, : self.end], axis=1), 3)  # a sum that is over leaves no crumbs
-            live[:, self.end :] = 0.0
-            for i, j in self.again.items():
-                live[:, j] = live[:, i]
-        for variable, positions, nbytes in self.entries:
-            live[variable, positions] += nbytes
+        always, last_call = self.live(self.always), self.live(self.last_call)
+        calls = {"": always + last_call} if s.micro_batches == 1 else {"": always + last_call, ", accumulating": always}
         inside: list[tuple[str, dict[Key, float]]] = []
         outside: list[tuple[str, dict[Key, float]]] = []
         layers = {n for stack in f.q.stacks for copies in (stack.forward, stack.backward) for names in copies for n in names}
         keys = list(self.index)
         for i, op in enumerate(f.graph.ops):
             if any(t is not None and t.name in self.written for t in op.outputs):
-                for at in (i, self.again[i]) if i in self.again else (i,):
-                    mine = live[:, at]
-                    terms = {keys[k]: float(mine[k]) for k in np.flatnonzero(mine)}
-                    (inside if op.name in layers else outside).append((f"{op.direction} at {op.name}", _sum(static, terms)))
+                for said, live in calls.items():
+                    for at in (i, self.again[i]) if i in self.again else (i,):
+                        mine = live[:, at]
+                        terms = {keys[k]: float(mine[k]) for k in np.flatnonzero(mine)}
+                        (inside if op.name in layers else outside).append((f"{op.direction}{said} at {op.name}", _sum(static, terms)))
         outside.append(("optimizer step", _sum(static, step)))
         # Those outside of the layers are loose rows too: none is left out for one inside.
         kept = _undominated(outside)
@@ -151,6 +154,32 @@ class Rows:
             loosened = [(name, self.loosened(terms)) for name, terms in inside if name.rpartition(" ")[2] in last]
             self.loose = [Row(name, 0.0, tuple(sorted(terms.items()))) for name, terms in [*kept, *_undominated(loosened, kept)]]
         return tuple(Row(name, 0.0, tuple(sorted(terms.items()))) for name, terms in found)
+
+    def accumulated(self, grad: str, times: int) -> None:
+        """The buffers of a gradient's `times` copies in front of its reduction. Adding to one, the old and the new one live."""
+        v = self.f.names.value_of[self.f.q.group[grad]]
+        value, size, made = self.problem.values[v], self.sizes(v), self.made(grad)
+        for end in flow.supplies if (flow := value.backward or value.forward) else ():
+            for s, n in enumerate(end.nodes):
+                k = self.index.setdefault(("x", end.choice, s), len(self.index))
+                self.always.plain.append((k, 0, self.end - 1, times * size[n]))
+                self.add(("x", end.choice, s), size[n], made, made)
+                self.add(("x", end.choice, s), -size[n], made + 1, self.end - 1, grad, grows=True, last_call=True)
+
+    def live(self, spans: Spans) -> np.ndarray:
+        """Bytes by variable and column."""
+        live = np.zeros((len(self.index), self.width))
+        if spans.plain:
+            variable, first, last, size = (np.array(x) for x in zip(*spans.plain, strict=True))
+            np.add.at(live, (variable, first), size)
+            np.add.at(live, (variable, last + 1), -size)
+            live[:, : self.end] = np.round(np.cumsum(live[:, : self.end], axis=1), 3)  # a sum that is over leaves no crumbs
+            live[:, self.end :] = 0.0
+            for i, j in self.again.items():
+                live[:, j] = live[:, i]
+        for variable, nbytes in spans.copies:
+            live[variable] += nbytes
+        return live
 
     @cached_property
     def members(self) -> dict[int, int]:
@@ -188,20 +217,22 @@ class Rows:
         other = {v for r in self.problem.reruns for v, nodes in r.reads if (r.choice, nodes) not in present.get(v, ())}
         return present.keys() - other
 
-    def add(self, key: Key, nbytes: float, first: int, last: int, tensor: str = "", grows: bool = False) -> None:
+    def add(self, key: Key, nbytes: float, first: int, last: int, tensor: str = "", grows: bool = False, last_call: bool = False) -> None:
         """Bytes of `tensor` from position `first` to `last`.
 
         tensor: one of which copies further up or down hold others at the same time ("": it lives within its copy and the next);
-        grows: made in backward and held to the end, else made in forward and held to its use in backward.
+        grows: made in backward and held to the end, else made in forward and held to its use in backward; last_call: only where gradients are
+        reduced.
         """
         if last < first or not nbytes:
             return
         k = self.index.setdefault(key, len(self.index))
         last = min(last, self.end - 1)
+        spans = self.last_call if last_call else self.always
         times = self.f.q.tensor_times[tensor] if tensor else 1
         middle = self.middle_of.get(tensor.split(".")[0], self.middle_of.get(tensor)) if tensor else None
         if times == 1 or middle is None:
-            self.spans.append((k, first, last, nbytes))
+            spans.plain.append((k, first, last, nbytes))
             return
         own = np.zeros(self.width)
         own[first : last + 1] = 1.0
@@ -218,7 +249,7 @@ class Rows:
             others[j] = others[i]
         others[[self.again[i] for i in backward]] = float(grows)
         live = own + (times - 1) * others
-        self.entries.append((k, np.arange(self.width), nbytes * live))
+        spans.copies.append((k, nbytes * live))
 
     def value(self, v: int) -> None:
         for tensor in self.f.q.members[self.problem.values[v].name]:

@@ -19,6 +19,7 @@ from functools import cached_property
 from autopar.cost import Cost
 from autopar.cost.inside import inside
 from autopar.cost.memory import base_name, is_view
+from autopar.cost.model import ADAMW_BYTES
 from autopar.formulate.away import fates
 from autopar.formulate.clusters import Clusters, clusters, narrowed
 from autopar.formulate.memory import rows
@@ -42,8 +43,10 @@ STAGES = ("forward", "backward", "optimizer")
 class Setting:
     """What a plan depends on besides graph, mesh and costs.
 
-    trainable: parameters with gradients. reduce: dtype gradients are reduced in ("" : their own). state_bytes: optimizer state per element.
-    master_bytes: bytes of a stored parameter element. media: where activations may be kept besides the device ("host", "nvme"); host_bytes,
+    trainable: parameters with gradients. reduce: dtype gradients are reduced in ("" : their own). Of the optimizer, per parameter element:
+    state_bytes, step_bytes (what lives during its step alone) and traffic_bytes (to and from memory; `autopar.optimizers.KINDS`).
+    master_bytes: bytes of a stored parameter element. micro_batches: calls for one step of the optimizer; gradients are reduced in the last of them,
+    and times are of one call on average. media: where activations may be kept besides the device ("host", "nvme"); host_bytes,
     nvme_bytes: a device's share of it; least_bytes: what is smaller, on one device, is not worth a copy of its own.
     fuses: whether memory-bound neighbours become one kernel, as Inductor makes it.
     """
@@ -51,7 +54,10 @@ class Setting:
     trainable: frozenset[str]
     reduce: str = ""
     state_bytes: float = 8.0
+    step_bytes: float = 4.0
+    traffic_bytes: float = ADAMW_BYTES
     master_bytes: float = 4.0
+    micro_batches: int = 1
     budget_bytes: float = float("inf")
     media: tuple[str, ...] = ()
     host_bytes: float = float("inf")
@@ -100,6 +106,7 @@ class _Wire:
     demands: dict[int, dict[End, None]] = field(default_factory=lambda: {0: {}, 1: {}})
     reads: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     overlaps: bool = False
+    reduces: bool = False  # a gradient, which goes to its parameter's storage
     fates: bool = False
 
     def node(self, p: Placement) -> int:
@@ -272,7 +279,7 @@ class Formulator:
             times = []
             for o in options:
                 mine = math.prod(o.placement.local_shape(self.mesh))
-                times.append({a: self.q.count(t.name) * self.cost.optimizer_s(mine)} if trained else {})
+                times.append({a: self.q.count(t.name) * optimizer_s(self.cost, self.setting, mine)} if trained else {})
             c = self.choice(f"storage of {name}", [o.label for o in options], times)
             self.names.storage[t.name] = (c, options)
             wire = self.wire(t)
@@ -317,7 +324,7 @@ class Formulator:
             wire.fates = direction == 0 and not is_view(op, self.rules[op.name]) and not gone
             for p in self.params_of_grad.get(t.name, ()):
                 choice, options = self.names.storage[self.q.group[self.graph.params[p].name]]
-                wire.overlaps = True
+                wire.overlaps = wire.reduces = True
                 wire.nbytes = t.numel * self.grad_bytes(p)
                 wire.demands[direction][End(choice, tuple(wire.node(o.placement) for o in options))] = None
 
@@ -487,11 +494,17 @@ class Formulator:
 
     def times(self, sent: Sequence[tuple[str, float]], w: _Wire, stage: int) -> dict[int, float]:
         out: dict[int, float] = {}
+        often = w.count / (self.setting.micro_batches if w.reduces else 1)
         for link, seconds in sent:
             for resource in (link,) if w.overlaps else (link, "compute"):
                 a = self.account(stage, resource)
-                out[a] = out.get(a, 0.0) + w.count * seconds
+                out[a] = out.get(a, 0.0) + often * seconds
         return out
+
+
+def optimizer_s(cost: Cost, setting: Setting, elements: float) -> float:
+    """A call's share of the optimizer's step on `elements` of parameters."""
+    return cost.optimizer_s(elements, setting.traffic_bytes) / setting.micro_batches
 
 
 def is_mask_tagged(op: Op) -> bool:

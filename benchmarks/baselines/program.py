@@ -26,7 +26,6 @@ from autopar.cluster import Cluster
 from autopar.cost import Cost
 from autopar.cost.fusion import fused
 from autopar.describe import describe
-from autopar.formulate.memory import ADAMW_TEMPORARIES
 from autopar.formulate.problem import Setting
 from autopar.formulate.stretches import stretch_of
 from autopar.graph import DTYPE_BYTES, Graph
@@ -199,7 +198,7 @@ class Program:
             if role.kind == "param":
                 numel, trained = n.meta["val"].numel(), role.name in s.trainable
                 state += numel * s.state_bytes * trained
-                update += numel * (s.master_bytes + trained * (s.state_bytes + s.master_bytes * (1 + ADAMW_TEMPORARIES)))
+                update += numel * (s.master_bytes + trained * (s.state_bytes + (s.master_bytes + s.step_bytes)))
         return state, update
 
 

@@ -54,13 +54,13 @@ def captured(name: str, layers: int = 2) -> tuple[Prepared, dict[str, torch.Tens
 
 
 @functools.cache
-def _planned(name: str, mesh: tuple[tuple[str, int], ...], budget_bytes: float, layers: int, links: str, seconds: float) -> Planned:
+def _planned(
+    name: str, mesh: tuple[tuple[str, int], ...], budget_bytes: float, layers: int, links: str, seconds: float, micro_batches: int
+) -> Planned:
     p, _ = captured(name, layers)
     trainable = frozenset(n for n, q in p.model.named_parameters() if q.requires_grad)
-    devices = math.prod(n for _, n in mesh)
-    return plan_graph(
-        p.graph, dict(mesh), LINKS[links](devices), Setting(trainable, budget_bytes=budget_bytes), replace(LIMITS, seconds=seconds)
-    )
+    setting = Setting(trainable, budget_bytes=budget_bytes, micro_batches=micro_batches)
+    return plan_graph(p.graph, dict(mesh), LINKS[links](math.prod(n for _, n in mesh)), setting, replace(LIMITS, seconds=seconds))
 
 
 def planned(
@@ -70,8 +70,9 @@ def planned(
     layers: int = 2,
     links: str = "even",
     seconds: float = LIMITS.seconds,
+    micro_batches: int = 1,
 ) -> Planned:
-    return _planned(name, tuple(mesh.items()), budget_bytes, layers, links, seconds)
+    return _planned(name, tuple(mesh.items()), budget_bytes, layers, links, seconds, micro_batches)
 
 
 def check(name: str, mesh: dict[str, int], found: Planned, layers: int = 2) -> None:

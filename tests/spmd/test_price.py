@@ -54,14 +54,17 @@ def mesh_of(text: str) -> dict[str, int]:
 
 
 @functools.cache
-def priced(name: str, axes: str, budget_bytes: float = math.inf, links: str = "even") -> tuple[Planned, Price, Parts]:
+def priced(
+    name: str, axes: str, budget_bytes: float = math.inf, links: str = "even", micro_batches: int = 1
+) -> tuple[Planned, Price, Parts]:
     mesh, (p, _) = mesh_of(axes), captured(name)
-    found = planned(name, mesh, budget_bytes, links=links, seconds=SECONDS[len(mesh)])
+    found = planned(name, mesh, budget_bytes, links=links, seconds=SECONDS[len(mesh)], micro_batches=micro_batches)
     devices = math.prod(mesh.values())
     with fake_world(devices):
         parts = overlap(simulated(p, mesh, found.plan).parts, "sim")
     trainable = frozenset(n for n, q in p.model.named_parameters() if q.requires_grad)
-    return found, price(parts, found.plan, p.graph, cost_of(name, axes, links), Setting(trainable), "sim"), parts
+    setting = Setting(trainable, micro_batches=micro_batches)
+    return found, price(parts, found.plan, p.graph, cost_of(name, axes, links), setting, "sim"), parts
 
 
 def cost_of(name: str, axes: str, links: str = "even") -> Cost:
@@ -108,6 +111,13 @@ def test_price(name: str, axes: int, links: str) -> None:
     found, got, _ = priced(name, AXES[axes], links=links)
     want = found.plan.predicted["step_time_s"]
     assert abs(got.step_time_s - want) <= EXACT * want, f"{got}\npredicted {found.plan.predicted}"
+
+
+def test_price_of_one_of_four_micro_batches() -> None:
+    found, got, _ = priced("gpt2", "dp=2,tp=2", micro_batches=4)
+    want = found.plan.predicted["step_time_s"]
+    assert abs(got.step_time_s - want) <= EXACT * want, f"{got}\npredicted {found.plan.predicted}"
+    assert want < priced("gpt2", "dp=2,tp=2")[0].plan.predicted["step_time_s"]
 
 
 @pytest.mark.parametrize("name", LITTLE)

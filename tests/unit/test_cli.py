@@ -96,14 +96,29 @@ def test_damaged_files_are_told_not_traced(tmp_path: Path) -> None:
 def test_plan_passes_everything_on(planning: Callable[..., list[Any]], tmp_path: Path) -> None:
     calls = planning()
     out = tmp_path / "plan.json"
-    options = ["--mesh", "4x2", "--precision", "fp32", "--optimizer", "sgd", "--memory", "70GB", "--layout", "fsdp", "--offload", "host"]
+    options = [
+        "--mesh",
+        "4x2",
+        "--precision",
+        "fp32",
+        "--optimizer",
+        "sgd",
+        "--grad-accumulation",
+        "4",
+        "--memory",
+        "70GB",
+        "--layout",
+        "fsdp",
+        "--offload",
+        "host",
+    ]
     r = run(*PLAN, *options, "--time-limit", "30", "--gap", "0.02", "--layers", "2", "-o", str(out))
     assert r.exit_code == 0, r.stderr
     ((model, inputs, cluster, mesh), kwargs) = calls[0]
     assert type(model).__name__ == "Qwen3ForCausalLM" and model.config.num_hidden_layers == 2
     assert (inputs, cluster, mesh) == ({"input_ids": (16, 512), "labels": (16, 512)}, "h100:1x8", "4x2")
     assert kwargs == {
-        "precision": "fp32", "optimizer": "sgd", "memory": 70 * 10**9, "layout": "fsdp", "options": {"seconds": 30.0, "gap": 0.02},
+        "precision": "fp32", "optimizer": "sgd", "grad_accumulation": 4, "memory": 70 * 10**9, "layout": "fsdp", "options": {"seconds": 30.0, "gap": 0.02},
         "fork": False, "offload": "host",
     }  # fmt: skip
     assert r.stdout == a_plan().text() + "\n" and "capture: 1.2 s" in r.stderr
@@ -116,7 +131,7 @@ def test_plan_defaults(planning: Callable[..., list[Any]]) -> None:
     assert r.exit_code == 0 and loads(r.stdout) == a_plan()
     ((model, _, _, mesh), kwargs) = calls[0]
     assert model.config.num_hidden_layers == 28 and mesh is None
-    said = {"precision": "bf16", "optimizer": "adamw"}
+    said = {"precision": "bf16", "optimizer": "adamw", "grad_accumulation": 1}
     assert kwargs == {**said, "memory": None, "offload": None, "layout": None, "options": None, "fork": False}
     run(*PLAN, "--mesh", "dp=4,tp=2")
     assert calls[1][0][3] == {"dp": 4, "tp": 2}

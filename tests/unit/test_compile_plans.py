@@ -84,12 +84,19 @@ def test_another_mesh(axes: dict[str, int]) -> None:
 
 
 def test_setting() -> None:
-    """As `autopar.plan` has it: 4 bytes for every tensor of state, masters as wide as what is stored, an unknown optimizer as Adam."""
+    """Moments and masters are as wide as what is stored; 8-bit moments a byte and their scales; an unknown optimizer is Adam in single precision."""
     stored, trained = {"a": torch.float32, "b": torch.bfloat16}, frozenset("a")
     s = setting(stored, trained, torch.float32, "adamw", 1e9)
     assert (s.trainable, s.reduce, s.state_bytes, s.master_bytes, s.budget_bytes) == (trained, "float32", 8.0, 4.0, 1e9)
     assert setting(stored, trained, None, torch.optim.SGD, math.inf).state_bytes == 0
-    assert setting({"b": torch.bfloat16}, trained, None, "x", 1.0).state_bytes == 8.0
+    assert setting(stored, trained, None, type("Unknown", (torch.optim.Optimizer,), {}), 1.0).state_bytes == 8.0
+    half = setting({"b": torch.bfloat16}, trained, None, "adamw", 1.0, grad_accumulation=4)
+    assert (half.state_bytes, half.step_bytes, half.master_bytes, half.micro_batches) == (4.0, 2.0, 2.0, 4)
+    assert setting(stored, trained, None, "adamw8bit", 1.0).state_bytes == pytest.approx(2.03, abs=0.01)
+    assert (setting(stored, trained, None, "adamw", 1.0).step_bytes, setting(stored, trained, None, "adamw-fused", 1.0).step_bytes) == (
+        4,
+        0,
+    )
     assert setting({"b": torch.bfloat16}, trained, None, "sgd-momentum", 1.0).master_bytes == 2.0
 
 
