@@ -141,6 +141,7 @@ class Formulator:
                 self.readers[t.name].append(op)
         self.trained = {q.tensor_rep[t.name] for n, t in graph.params.items() if n in setting.trainable}
         self.copy_of = {n: (s, k) for s, stack in enumerate(q.stacks) for k, names in enumerate(stack.forward) for n in names}
+        self.by_name = {op.name: op for op in graph.ops}
         self.copies: dict[str, list[Op]] = defaultdict(list)  # class -> its operators
         for op in graph.ops:
             self.copies[q.rep[op.name]].append(op)
@@ -409,11 +410,11 @@ class Formulator:
             for i, t in enumerate(() if mask_alone else copy.inputs):
                 if self.cl.chain.get(self.q.tensor_rep[t.name], ("", ()))[1]:
                     continue  # parameters are at hand in backward; the chain is made again with its reader
-                wire = self.wire(t)
-                nodes = tuple(wire.node(w[i]) for w in self.cl.want[op.name])
-                if (self.names.value_of[wire.name], nodes) not in reads:
-                    wire.reads.append((len(self.names.reruns), nodes))
-                    reads[self.names.value_of[wire.name], nodes] = None
+                for wire in {w.name: w for w in map(self.wire, (t, *self.twins(copy, t)))}.values():
+                    nodes = tuple(wire.node(w[i]) for w in self.cl.want[op.name])
+                    if (self.names.value_of[wire.name], nodes) not in reads:
+                        wire.reads.append((len(self.names.reruns), nodes))
+                        reads[self.names.value_of[wire.name], nodes] = None
             for i, t in enumerate(copy.outputs):
                 if t is not None and self.makes_again(copy, i):
                     wire = self.wire(t)
@@ -421,6 +422,19 @@ class Formulator:
                     makes[self.names.value_of[wire.name], made] = None
         self.names.reruns.append((op.name, segment))
         return Rerun(op.name, c, times, tuple(reads), tuple(makes))
+
+    def twins(self, op: Op, t: Tensor) -> list[Tensor]:
+        """What the second to last of the copies that `op` stands for read where the first of them reads `t` of the copy before: its equal in
+        their own copy. (Where the copy before is of another segment, that is another value.)"""
+        home, made = self.copy_of.get(op.name), t.name.split(".")[0]
+        there = self.copy_of.get(made)
+        if home is None or there is None or self.q.times[op.name] == 1 or there != (home[0], home[1] - 1):
+            return []
+        stack = self.q.stacks[home[0]].forward
+        twin = self.by_name[stack[home[1]][stack[there[1]].index(made)]]
+        return [
+            x for x, y in zip(twin.outputs, self.by_name[made].outputs, strict=True) if x is not None and y is not None and y.name == t.name
+        ]
 
     def value(self, w: _Wire) -> Value:
         self.merge(w)

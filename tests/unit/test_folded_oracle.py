@@ -39,7 +39,7 @@ from autopar.solver.fold import Folded, fold, folded
 from autopar.solver.model import Options, Program
 from autopar.solver.problem import BACKWARD, DEVICE, FORWARD, NONE, Decision, End, Key, Problem, Times, Value
 from autopar.solver.shrink import Shrunk, shrink
-from autopar.solver.solve import Infeasible, Limits
+from autopar.solver.solve import Infeasible, Limits, smallest
 from autopar.staged import WORTH, Stages
 
 MESH = Mesh.of({"dp": 2})
@@ -668,3 +668,37 @@ def test_folded_answers_are_the_best_of_the_whole(chunk: int, monkeypatch: pytes
             check_plan(c, budget, f"model {seed}, {budget / 1e6:.3f} MB")
     # The comparison means something.
     assert all(kinds[k] for k in ("folded", "feasible", "infeasible", "binds", "runs again")), kinds
+
+
+@pytest.mark.parametrize("cut", [(2, 2, 1), (1, 3, 1), (3, 2), (1, 2, 2)])
+def test_segments_hold_what_the_whole_holds(cut: tuple[int, ...]) -> None:
+    """Layers cut into segments with fates of their own, at the smallest peak: done in every layer, everything that is made again finds what it reads,
+    and no position holds more. (Copies behind the first of a segment read what their own segment hands on.)"""
+    kinds = Counter[str]()
+    for seed in range(30, 42):
+        f, cluster = program(seed)
+        deep = [s.name for s, n in zip(f.stacks, f.copies, strict=True) if n == sum(cut)]
+        if len(deep) != 1:
+            continue
+        setting = Setting(frozenset(f.graph.params))
+        uncut = formulator(quotient(shrink(f)), cluster, setting)
+        uncut.run()
+        only = [0] * len(uncut.choices)
+        w = whole(f, uncut, cluster, setting, only)
+        s = shrink(f, {deep[0]: cut})
+        small = formulator(quotient(s), cluster, setting, only)
+        problem, names = small.run()
+        found = smallest(problem, gap=1e-6)
+        assert found is not None
+        decision = tidy(problem, found[1])
+        mine = evaluate(problem, decision)
+        theirs = evaluate(w.problem, spread(f, s, problem, names, decision, w))
+        check_same_price(mine, theirs, f"model {seed}")
+        kinds["models"] += 1
+    assert kinds["models"] >= 2
+
+
+@cache
+def program(seed: int) -> tuple[Folded, Cluster]:
+    g = random.Random(seed)
+    return fold(captured(g)), random_cluster(g)

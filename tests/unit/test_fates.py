@@ -1,0 +1,127 @@
+"""Known answers about what is saved, made again and kept in host memory, each at three neighbouring sizes of a Llama on eight H100.
+
+No rule is coded for any of them: they follow from prices and memory rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from functools import cache
+
+import pytest
+
+from autopar.cluster import Cluster
+from autopar.cost.compute import HEAVY
+from autopar.formulate.problem import Setting
+from autopar.graph import Op
+from autopar.offload_wish import Offload
+from autopar.plan import Plan
+from autopar.planning import plan_graph
+from autopar.rules import lookup
+from autopar.solver.fold import Folded
+from autopar.solver.solve import Limits
+from autopar.tile import tiled
+from tests.unit.test_experts import llama
+
+WIDTHS = (1792, 2048, 2304)
+LAYERS = 24
+BATCH, TOKENS = 64, 4096
+FEW_WORDS = 2048  # so that layers, not logits, are what memory goes to
+COLUMNS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+
+
+@cache
+def program(width: int) -> Folded:
+    heads = width // 128
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "intermediate_size": 4 * width, "vocab_size": FEW_WORDS}
+    return tiled(lambda layers: llama(layers, BATCH, TOKENS, hidden_size=width, **sizes), LAYERS)
+
+
+@cache
+def planned(width: int, share: float = 1.0, host_faster: float = 0.0) -> Plan:
+    """share: of the memory between the least there is and what saving everything takes; host_faster: offload over a link so much faster, 0: none."""
+    budget = math.inf
+    if share < 1:
+        low, high = (p.predicted["peak_memory_bytes"] for p in (least(width), planned(width)))
+        budget = low + share * (high - low)
+    return _planned(width, budget, host_faster)
+
+
+@cache
+def least(width: int) -> Plan:
+    return _planned(width, math.inf, 0.0, True)
+
+
+def _planned(width: int, budget: float, host_faster: float, least: bool = False) -> Plan:
+    cluster = Cluster.of("h100:1x8")
+    link = cluster.host.model_copy(update={"bandwidth_Bps": cluster.host.bandwidth_Bps * max(1.0, host_faster)})
+    cluster = cluster.model_copy(update={"host": link})
+    setting = Setting(frozenset(program(width).graph.params), "float32", budget_bytes=budget)
+    if host_faster:
+        setting = Offload.of("host", cluster).within(setting, cluster)
+    return plan_graph(program(width), {"dp": 8}, cluster, setting, Limits(seconds=60), least=least).plan
+
+
+def made_again(width: int, plan: Plan) -> list[Op]:
+    """Operators that run again; views cost nothing and are none."""
+    ops = {op.name: op for op in program(width).graph.ops}
+    found = [ops[n.partition("~")[0]] for n in plan.recompute]
+    return [op for op in found if lookup(op).kind != "view"]
+
+
+def heavy(ops: list[Op]) -> Counter[str]:
+    """Products by the module's last name, attention."""
+    return Counter(
+        op.module.rpartition(".")[2] if lookup(op).kind != "attention" else "attention" for op in ops if lookup(op).kind in HEAVY
+    )
+
+
+def saved_layer_inputs(width: int, plan: Plan) -> int:
+    ops = {op.name: op for op in program(width).graph.ops}
+    kept = {t.split(".")[0].partition("~")[0] for t, fate in plan.activations.items() if fate == "save"}
+    return sum(n in ops and ops[n].target == "aten.add.Tensor" and ops[n].module.rpartition(".")[2].isdigit() for n in kept)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_plenty_of_memory(width: int) -> None:
+    """Nothing is made again, and nothing is sent away even over a fast link."""
+    assert not made_again(width, planned(width))
+    free = planned(width, host_faster=100.0)
+    assert not free.offload and not made_again(width, free)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_mild_pressure(width: int) -> None:
+    """Norms and the product of SwiGLU; no matrix product and no attention. What layers hand on is kept."""
+    plan = planned(width, 0.5)
+    ops = made_again(width, plan)
+    assert not heavy(ops)
+    names = {op.module.rpartition(".")[2] for op in ops if op.target == "aten.mul.Tensor"}
+    assert {"mlp", "post_attention_layernorm"} <= names
+    assert saved_layer_inputs(width, plan) >= 2
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_last_product_is_never_made_again(width: int) -> None:
+    """Nothing in backward reads the result of a layer's last product, whatever the pressure."""
+    for plan in (planned(width, 0.5), planned(width, 0.15), least(width)):
+        assert not heavy(made_again(width, plan))["down_proj"]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_heavy_pressure(width: int) -> None:
+    """The least memory there is: full recompute of layers, all their products but the last one, and attention. What layers hand on is kept."""
+    plan = least(width)
+    again = heavy(made_again(width, plan))
+    assert again.keys() >= COLUMNS | {"o_proj", "attention"}, again
+    assert saved_layer_inputs(width, plan) >= 2
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_fast_host_link(width: int) -> None:
+    """Under the pressure that has products made again, they are kept in host memory instead: faster, and no product runs twice."""
+    without, plan = planned(width, 0.15), planned(width, 0.15, host_faster=8.0)
+    assert heavy(made_again(width, without))
+    assert plan.offload and not heavy(made_again(width, plan))
+    assert plan.predicted["step_time_s"] < without.predicted["step_time_s"]
