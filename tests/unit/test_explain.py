@@ -9,6 +9,7 @@ import pytest
 from autopar.errors import AutoparError, MeshError
 from autopar.explain import Explanation, explain_graph
 from autopar.formulate.problem import Setting
+from autopar.infeasible import InfeasibleError
 from autopar.plan_text import strategy
 from autopar.planning import plan_graph
 from autopar.solver.fold import Folded, fold
@@ -85,15 +86,14 @@ def test_what_does_not_divide() -> None:
 
 
 def test_what_does_not_fit() -> None:
-    """Parameters replicated, in a budget that holds them sharded."""
-    sharded = plan_graph(folded(), MESH, cluster(4), setting(), Limits(seconds=120))
-    budget = min(max(sharded.solution.price.row_bytes), 3e5)
-    e = asked("lm_head.weight", "Replicate", budget_bytes=budget)
-    if e.verdict != "does not fit":  # the budget is not that tight: then the answer must keep to it
-        assert e.verdict in ("costs", "does")
-    else:
-        assert "too much" in e.text and "a device would do" in e.text
-    assert asked("lm_head.weight", "Replicate", budget_bytes=1000.0).text.count("No plan fits, with or without it") == 1
+    """A parameter replicated, in a budget that just holds it sharded; and one that holds nothing."""
+    mesh = {"dp": 4}
+    with pytest.raises(InfeasibleError) as least:
+        plan_graph(folded(), mesh, cluster(4), setting(1000.0), Limits(seconds=120))
+    e = asked("lm_head.weight", "Replicate", mesh, budget_bytes=1.001 * (1000.0 + least.value.shortfall_bytes))
+    assert e.verdict == "does not fit", e.text
+    assert "too much" in e.text and "a device would do" in e.text
+    assert asked("lm_head.weight", "Replicate", mesh, budget_bytes=1000.0).text.count("No plan fits, with or without it") == 1
 
 
 @pytest.mark.parametrize(
