@@ -8,8 +8,7 @@ Three axes and more. An operator has tens of strategies there and a tensor as ma
 of thousands of variables. But few good plans use every axis for something else. So axes are merged: first all into one, then into two;
 each is the same problem with fewer strategies, at the same prices, and its answer is an answer of the whole. How good it is is said
 against a bound of the whole (`formulate.ideal`). Where that leaves a gap, the whole program is solved without what cannot be in an answer better than
-the best so far (`solver.prune`): a few percent of it. All ends as soon as the gap is reached. Two axes whose program has no answer in time are merged
-into one as well.
+the best so far (`solver.prune`): a few percent of it. All ends as soon as the gap is reached. So are two axes whose program has no answer in time.
 """
 
 from __future__ import annotations
@@ -129,7 +128,8 @@ class Stages:
             except NoAnswer as e:
                 if axes < 2 or not merge:
                     raise
-                return self.without_an_answer(v, e.bound_s)
+                self.start = time.perf_counter()
+                return self.by_merging(v, e.bound_s)
 
     # ---- one program -----------------------------------------------------------------------------------------------
 
@@ -236,27 +236,18 @@ class Stages:
 
     # ---- many axes -------------------------------------------------------------------------------------------------
 
-    def without_an_answer(self, v: _View, bound_s: float) -> Found:
-        """An answer on one axis, all of them merged, which takes little time. bound_s: of the whole, as far as it came."""
-        self.start = time.perf_counter()
-        smaller = next(merged(self.mesh))
-        made = self.formulated(v, smaller)
-        bound_s = max(bound_s, self.ideal(v, *made))
-        found = self.on(v, smaller, made=made)
-        if isinstance(found.answer, Solution):
-            bound_s = min(bound_s, found.answer.objective_s)
-            found = replace(found, answer=replace(found.answer, bound_s=bound_s, stopped_by="time"))
-        return found
-
-    def by_merging(self, v: _View) -> Found:
-        bound = -1.0
+    def by_merging(self, v: _View, bound_s: float = -1.0) -> Found:
+        """bound_s: what is known of the whole already."""
+        ideal_s = bound = -1.0
         best: Found | None = None
         for smaller in merged(self.mesh):
-            if best is not None and time.perf_counter() - self.start > self.limits.seconds:
+            late = time.perf_counter() - self.start > self.limits.seconds
+            if best is not None and (late or smaller.parents == self.mesh.parents):
                 break
             made = self.formulated(v, smaller)
-            if bound < 0:
-                bound = self.ideal(v, *made)
+            if ideal_s < 0:
+                ideal_s = self.ideal(v, *made)
+                bound = max(bound_s, ideal_s)
             try:
                 found = self.on(v, smaller, True, made)
             except TimeoutError:
@@ -272,7 +263,7 @@ class Stages:
         assert best is not None
         late = time.perf_counter() - self.start > self.limits.seconds / 2
         if isinstance(best.answer, Solution) and self.limits.gap < best.answer.gap <= FAR and not late:
-            best = self.pruned(v, best, bound)
+            best = self.pruned(v, best, bound, ideal_s)
         if isinstance(best.answer, Solution):
             best = replace(best, answer=replace(best.answer, seconds=time.perf_counter() - self.start))
         if isinstance(best.answer, Solution) and best.answer.gap > self.limits.gap:
@@ -287,12 +278,12 @@ class Stages:
         self.tell("bound", time.perf_counter() - began)
         return bound_s
 
-    def pruned(self, v: _View, best: Found, bound_s: float) -> Found:
+    def pruned(self, v: _View, best: Found, bound_s: float, ideal_s: float) -> Found:
         """The whole program without what no answer better than `best` has: a better answer or a better bound, where time allows.
 
-        bound_s: counts neither redistributions nor what strategies take more than the fastest (`formulate.ideal`)."""
+        ideal_s: a bound that counts neither redistributions nor what strategies take more than the fastest (`formulate.ideal`)."""
         assert isinstance(best.answer, Solution)
-        known, ideal_s = best.answer.objective_s, bound_s
+        known = best.answer.objective_s
         f, problem = self.formulated(v, self.mesh, room_s=known - ideal_s, trim=lambda p: prune(p, ideal_s, known))
         if sum(len(flow.arcs) for value in problem.values for flow in (value.forward, value.backward) if flow) > TOO_MANY:
             return best
