@@ -147,9 +147,9 @@ def test_trains_like_one_device(name: str, sizes: tuple[int, ...]) -> None:
 def _tensor_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planning finds that tensors should be split and the batch should not."""
 
-    def plan_graph(folded: Any, axes: dict[str, int], *_: Any) -> Planned:
+    def plan_graph(folded: Any, axes: dict[str, int], *_: Any, **more: Any) -> Planned:
         plan = propagate(folded.graph, Layout.of("tp", Mesh.of(axes)), axes, frozenset(folded.graph.params))
-        return Planned(plan, None)  # type: ignore[arg-type]
+        return Planned(plan, None, None)  # type: ignore[arg-type]
 
     monkeypatch.setattr("autopar.decide.plan_graph", plan_graph)
 
@@ -299,7 +299,7 @@ def _first_raises() -> dict[str, tuple[str, str, float]]:
     mesh, x, out = _mesh(2), torch.ones(8, 16), {}
 
     def now(e: BaseException) -> Callable[..., Any]:
-        def plan_graph(*_: Any) -> Any:
+        def plan_graph(*_: Any, **more: Any) -> Any:
             assert dist.get_rank() == 0, "only one rank plans"
             raise e
 
