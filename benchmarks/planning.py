@@ -3,7 +3,7 @@
     python -m benchmarks.planning --out benchmarks/results/planning.json
     python -m benchmarks.planning --case llama3-8b,h100:8x8,64,64 --case llama3-8b,h100:32x8,32x8,256,layers=8 --plot growth.html
 
-A case is model,cluster,mesh,batch[,layers=N][,memory=BYTES]; sequences are of --seq tokens, the computation in bfloat16. Every case is the command
+A case is model,cluster,mesh,batch[,layers=N][,memory=BYTES][,offload=host][,points=N]; with points it is `autopar frontier`. Sequences are of --seq tokens, the computation in bfloat16. Every case is the command
 `autopar plan` in a process of its own, so the times are those a user waits. Imports are reported apart: they are torch's and
 transformers', and the same for every plan. Seconds of the processor are reported beside seconds of the clock: on a busy machine only
 they compare. --growth adds cases that grow in depth, axes and devices; --plot draws them.
@@ -30,6 +30,9 @@ CASES = [
     "llama3-8b,h100:32x8,32x8,32",
     "llama3-8b,h100:8x8,8x4x2,64",
     "llama3-405b,h100:512x8,64x8x8,2048",
+    "llama3-70b,h100:32x8,32x8,256,offload=host",
+    "llama3-70b,h100:32x8,32x8,256,memory=40GB,offload=host",
+    "llama3-70b,h100:32x8,32x8,256,points=20",
 ]
 GROWTH = [
     *(f"llama3-8b,h100:8x8,64,64,layers={n}" for n in (4, 8, 16, 32)),
@@ -62,25 +65,12 @@ def main() -> None:
 
 def measured(case: str, seq: int, seconds: float) -> dict[str, Any]:
     model, cluster, mesh, batch, *more = case.split(",")
-    options = {"layers": "--layers", "memory": "--memory"}
+    options = {"layers": "--layers", "memory": "--memory", "offload": "--offload", "points": "--points"}
+    frontier = any(o.startswith("points=") for o in more)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "plan.json"
-        command = [
-            sys.executable,
-            "-m",
-            "autopar",
-            "plan",
-            model,
-            "--cluster",
-            cluster,
-            "--mesh",
-            mesh,
-            "--batch",
-            batch,
-            "--seq",
-            str(seq),
-        ]
-        command += ["--time-limit", str(seconds), "-o", str(out)]
+        command = [sys.executable, "-m", "autopar", "frontier" if frontier else "plan", model, "--cluster", cluster, "--mesh", mesh]
+        command += ["--batch", batch, "--seq", str(seq), "--time-limit", str(seconds), "--out" if frontier else "-o", str(out)]
         for o in more:
             key, value = o.split("=")
             command += [options[key], value]
@@ -94,23 +84,31 @@ def measured(case: str, seq: int, seconds: float) -> dict[str, Any]:
             text = said_to.read()
         if process.returncode:
             return {"case": case, "command_s": command_s, "error": text.strip()[-500:]}
-        plan = json.loads(out.read_text())["plan"]
+        made = json.loads(out.read_text())
     stages: dict[str, float] = {}
     for line in text.splitlines():
         if found := STAGE.match(line.strip()):
             stages[found[1]] = stages.get(found[1], 0.0) + float(found[2])
     imports = sum(s for name, s in stages.items() if "imports" in name)
-    return {
+    row = {
         "case": case,
         "command_s": round(command_s, 2),
         "imports_s": round(imports, 2),
         "cpu_s": round(used.ru_utime + used.ru_stime, 2),
         "peak_GB": round(used.ru_maxrss / 1e6, 2),
+        "stages": stages,
+    }
+    if frontier:
+        points = made["points"]
+        ends = [(p["peak_memory_bytes"], p["step_time_s"]) for p in (points[0], points[-1])]
+        return {**row, "points": len(points), "fastest": ends[0], "least": ends[1], "largest_gap": max(p["gap"] for p in points)}
+    plan = made["plan"]
+    return {
+        **row,
         "step_time_s": plan["predicted"]["step_time_s"],
         "gap": plan["solver"]["gap"],
         "stopped_by": plan["solver"]["stopped_by"],
         "variables": plan["solver"]["variables"],
-        "stages": stages,
     }
 
 
@@ -118,10 +116,14 @@ def said(r: dict[str, Any]) -> str:
     if "error" in r:
         return f"{r['case']}: failed after {r['command_s']:.1f} s: {r['error']}"
     rest = r["command_s"] - r["imports_s"]
-    return (
-        f"{r['case']}: {rest:.1f} s beside {r['imports_s']:.1f} s of imports ({r['cpu_s']:.1f} s of the processor in all), {r['peak_GB']:.2f} GB, "
-        f"step {r['step_time_s'] * 1e3:,.1f} ms, gap {r['gap']:.2%}, {r['variables']} variables, stopped by {r['stopped_by']}"
-    )
+    took = f"{r['case']}: {rest:.1f} s beside {r['imports_s']:.1f} s of imports ({r['cpu_s']:.1f} s of the processor in all), {r['peak_GB']:.2f} GB"
+    if "points" in r:
+        (most, fast_s), (least, slow_s) = r["fastest"], r["least"]
+        return (
+            f"{took}, {r['points']} points from {most / 1e9:.1f} GB, {fast_s * 1e3:,.1f} ms to {least / 1e9:.1f} GB, {slow_s * 1e3:,.1f} ms, "
+            f"gaps at most {r['largest_gap']:.2%}"
+        )
+    return f"{took}, step {r['step_time_s'] * 1e3:,.1f} ms, gap {r['gap']:.2%}, {r['variables']} variables, stopped by {r['stopped_by']}"
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
@@ -131,7 +133,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure = make_subplots(rows=1, cols=3, subplot_titles=("layers", "axes", "devices"), shared_yaxes=True)
     points: dict[int, list[tuple[float, float, str]]] = {1: [], 2: [], 3: []}
     for r in rows:
-        if "error" in r:
+        if "error" in r or "points" in r or "offload" in r["case"]:
             continue
         parts = r["case"].split(",")
         sizes = [int(n) for n in parts[2].split("x")]
