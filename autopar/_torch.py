@@ -431,6 +431,16 @@ def inductor_cache_counts() -> dict[str, int]:
     return {k: int(c[f"fxgraph_cache_{k}"]) for k in ("hit", "miss", "bypass")}
 
 
+def default_timeout(device_type: str) -> Any:
+    """How long collectives of the default process group wait; None where its backend does not say."""
+    import torch.distributed as dist
+
+    try:
+        return dist.group.WORLD._get_backend(torch.device(device_type)).options._timeout  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError):
+        return None
+
+
 def default_store() -> Any:
     """The key-value store that the process group was initialised with."""
     from torch.distributed.distributed_c10d import _get_default_store

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from autopar.cuts import shares, two
 from autopar.formulate.ideal import ideal
 from autopar.formulate.problem import Formulator
 from autopar.mesh import Mesh
@@ -283,17 +283,8 @@ class Budgets:
         """Where the layers are cut into two segments: at the share of layers that keep most of what only some of them keep.
 
         Either the first layers or the last are so many: what the last ones keep, backward frees first. The way that was better last comes first."""
-        kept: dict[str, dict[int, float]] = {name: defaultdict(float) for name in self.copies}
-        names, q = list(self.copies), mine.f.q
-        for key, share in relaxed.shares.items():
-            if key[0] == "y" and 0 < share < 1:
-                value = mine.problem.values[key[1]].name
-                home = mine.f.copy_of.get(value.split(".")[0])
-                name = "" if home is None else names[home[0]]
-                if name and 0 < (k := round(share * self.copies[name])) < self.copies[name]:
-                    kept[name][k] += mine.f.wires[value].nbytes * q.count(value)
-        at = {name: min(shares, key=lambda k, shares=shares: (-shares[k], k), default=0) for name, shares in kept.items()}  # type: ignore[misc]
-        ways = [(first, {n: _two(self.copies[n], k, first) for n, k in at.items()}) for first in (self.first, not self.first)]
+        at = {name: (ks or [0])[0] for name, ks in shares(mine.f, mine.problem, relaxed, self.copies).items()}
+        ways = [(first, {n: two(self.copies[n], k, first) for n, k in at.items()}) for first in (self.first, not self.first)]
         return [way for way in ways if way[1] != self.uncut]
 
     @property
@@ -305,12 +296,7 @@ class Budgets:
         yield self.uncut
         if any(n > 1 for n in self.copies.values()):
             for first in (True, False):
-                yield {name: _two(n, 1, first) for name, n in self.copies.items()}
-
-
-def _two(n: int, k: int, first: bool) -> tuple[int, ...]:
-    """n layers in two segments, k of them in the first or in the last; (n,) where there is nothing to cut."""
-    return (n,) if not 0 < k < n else (k, n - k) if first else (n - k, k)
+                yield {name: two(n, 1, first) for name, n in self.copies.items()}
 
 
 def _answer(found: Found) -> Answer[Found]:

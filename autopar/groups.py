@@ -59,9 +59,10 @@ class Groups:
         elif parents:
             mine = self.device_mesh.get_group(parents[0])
         else:
+            timeout = _torch.default_timeout(self.device_mesh.device_type)  # else torch takes its own, of half an hour
             for group in self.mesh.groups(axes):
                 ranks = [self.ranks[i] for i in group]
-                made = dist.new_group(ranks)
+                made = dist.new_group(ranks, timeout=timeout)
                 if dist.get_rank() in ranks:
                     mine = made
         assert mine is not None

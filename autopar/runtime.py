@@ -21,6 +21,7 @@ from autopar import _torch
 from autopar.build import Builder, Config, no_plan
 from autopar.capture import LOSS, Call, Role, off_cache
 from autopar.errors import AutoparError
+from autopar.failures import shared
 from autopar.gradients import GradSync
 from autopar.optimizers import watch
 from autopar.outputs import LossOutput
@@ -51,6 +52,7 @@ class ParallelModule(nn.Module):
         self._sync = GradSync(config.grad_accumulation)
         self._seed: int | None = None
         self._calls = 0
+        self._started = 0  # calls, for errors that ranks tell each other
         watch(self, config.optimizer)
 
     # ---- the call --------------------------------------------------------------------------------------------
@@ -228,9 +230,12 @@ class _Run:
     def __init__(self, module: ParallelModule, step: Step, values: dict[Role, torch.Tensor], diff: list[str], call: Call) -> None:
         self.module, self.step, self.values, self.diff, self.call = module, step, values, diff, call
         self.sync = module._sync.enabled
+        self.number = module._started
+        module._started += 1
 
     def forward(self) -> tuple[torch.Tensor | None, ...]:
-        results, self.saved = self.step.forward(self.values)
+        with shared(self.module._builder.groups, self.number):
+            results, self.saved = self.step.forward(self.values)
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
         outputs: list[torch.Tensor | None] = []
         for role, t in results:
@@ -278,7 +283,8 @@ class _Apply(torch.autograd.Function):
         for role in step.base.backward_inputs:
             if role.kind == "tangent":
                 values[role] = module._builder.tangent(grads[role.index], step, role.index)
-        params = module._sync.reduce(step, saved, values, run.sync)
+        with shared(module._builder.groups, run.number):
+            params = module._sync.reduce(step, saved, values, run.sync)
         out: list[torch.Tensor | None] = []
         for name in run.diff[: ctx.n_params]:
             local = params.get(Role("grad", name))

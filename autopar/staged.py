@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from autopar.cluster import Cluster
 from autopar.cost import Cost
 from autopar.cost.fusion import fused
+from autopar.cuts import Segments, last_alone, shares, three, two
 from autopar.formulate.ideal import ideal
 from autopar.formulate.problem import Formulator, Names, Setting
 from autopar.formulate.quotient import Quotient, quotient
@@ -189,16 +190,15 @@ class Stages:
     def cut(self, mesh: Mesh, strategies: Sequence[int], bound_s: float, best: Found | None, coarse: bool) -> Found | None:
         """The best of `best` and cuts of the stacks into segments, at these strategies.
 
-        Two, at every quarter of the layers; then with the last layer by itself as well (what it keeps, backward frees before anything else is
-        needed); then nearer to the best. coarse: only the first."""
+        None; then where a relaxation says (`autopar.cuts`), from either end, with the last layer by itself as well, and in three; then two segments
+        at every quarter of the layers, and nearer to the best, unless the answer is already what the relaxation allows. coarse: only what it says."""
         began = time.perf_counter()
         looked: dict[tuple[tuple[int, ...], ...], float] = {}
         n_of = {s.name: n for s, n in zip(self.folded.stacks, self.folded.copies, strict=True)}
 
-        def at(share: float, alone: bool) -> float:
-            """share: of the layers, in the first segment; 0: no cut there. alone: the last layer is a segment. Seconds of the best answer."""
+        def at(segments: Segments) -> float:
+            """Seconds of the best answer with the layers cut so."""
             nonlocal best
-            segments = {name: _segments(n, share, alone) for name, n in n_of.items()}
             key = tuple(segments.values())
             if key in looked or (best is not None and time.perf_counter() - self.start > self.limits.seconds):
                 return looked.get(key, math.inf)
@@ -218,11 +218,17 @@ class Stages:
             late = time.perf_counter() - self.start > self.limits.seconds / 2
             return best.answer.gap <= (max(WORTH, self.limits.gap) if late else WORTH)
 
+        cuts, limit_s = self.guided(mesh, strategies, n_of)
+        for segments in cuts:
+            if not good():
+                at(segments)
+        if min(looked.values(), default=math.inf) <= limit_s * (1 + WORTH):
+            coarse = True
         tried: dict[tuple[float, bool], float] = {}
-        for alone in (False,) if coarse else (False, True):
+        for alone in (False, True):
             for share in FIRST:
-                if not good():
-                    tried[share, alone] = at(share, alone)
+                if not good() and not coarse:
+                    tried[share, alone] = at({name: _segments(n, share, alone) for name, n in n_of.items()})
         deepest = max(n_of.values(), default=1)
         step = 0.25
         while step > 0.5 / deepest and not good() and tried and not coarse:
@@ -230,9 +236,22 @@ class Stages:
             step /= 2
             for share in (center - step, center + step):
                 if 0 < share < 1:
-                    tried[share, alone] = at(share, alone)
+                    tried[share, alone] = at({name: _segments(n, share, alone) for name, n in n_of.items()})
         self.tell("segments", time.perf_counter() - began)
         return best
+
+    def guided(self, mesh: Mesh, strategies: Sequence[int], n_of: Mapping[str, int]) -> tuple[list[Segments], float]:
+        """Cuts that the relaxation at these strategies suggests, uncut first; and its seconds, which more cuts can hardly go below."""
+        f, problem = self.formulated(self.view(), mesh, only=strategies)
+        uncut = {name: (n,) for name, n in n_of.items()}
+        relaxed = Relaxation(problem).at(self.setting.budget_bytes, self.left)
+        if relaxed is None:
+            return [uncut], 0.0
+        ks = shares(f, problem, relaxed, n_of)
+        ways = [{name: two(n, (ks[name] or [0])[0], first) for name, n in n_of.items()} for first in (True, False)]
+        ways += [{name: three(n, ks[name], first) for name, n in n_of.items()} for first in (True, False)]
+        ways += [{name: last_alone(cut) for name, cut in way.items()} for way in ways]
+        return [uncut, *(way for way in ways if way != uncut)], relaxed.tangent.at_s
 
     # ---- many axes -------------------------------------------------------------------------------------------------
 

@@ -88,7 +88,10 @@ class Rows:
         self.pairs: tuple[tuple[int, int], ...] = ()
         self.loose: list[Row] = []
         self.known_sizes: dict[int, dict[int, float]] = {}
-        self.always, self.last_call = Spans(), Spans()  # what lives in every call, and what in one that reduces gradients
+        # What lives in every call, and what in one that reduces gradients; all of them do where there is one micro-batch.
+        self.always = self.last_call = Spans()
+        if f.setting.micro_batches > 1:
+            self.last_call = Spans()
 
     def _written(self) -> set[str]:
         out = set()
@@ -132,8 +135,9 @@ class Rows:
             self.workspace()
         if f.only is not None:
             self.chains()
-        always, last_call = self.live(self.always), self.live(self.last_call)
-        calls = {"": always + last_call} if s.micro_batches == 1 else {"": always + last_call, ", accumulating": always}
+        calls = {"": self.live(self.always)}
+        if s.micro_batches > 1:
+            calls = {"": calls[""] + self.live(self.last_call), ", accumulating": calls[""]}
         inside: list[tuple[str, dict[Key, float]]] = []
         outside: list[tuple[str, dict[Key, float]]] = []
         layers = {n for stack in f.q.stacks for copies in (stack.forward, stack.backward) for names in copies for n in names}

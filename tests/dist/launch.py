@@ -5,6 +5,7 @@ A child that raises fails the call with its traceback; one that hangs, with a ti
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import queue
@@ -12,6 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,25 +21,28 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def _child(rank: int, n: int, store: str, fn: Callable[..., Any], args: tuple[Any, ...], results: Any) -> None:
+def _child(rank: int, n: int, store: str, fn: Callable[..., Any], args: tuple[Any, ...], results: Any, patience_s: float) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(n))
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", store=dist.FileStore(store, n), rank=rank, world_size=n)
+        dist.init_process_group("gloo", store=dist.FileStore(store, n), rank=rank, world_size=n, timeout=timedelta(seconds=patience_s))
         # Pickled here: the queue would pass tensors as shared memory, which this process takes with it when it ends.
         results.put((rank, True, pickle.dumps(fn(*args))))
-        dist.barrier()
-        dist.destroy_process_group()
     except BaseException:
         results.put((rank, False, traceback.format_exc()))
+        return
+    with contextlib.suppress(RuntimeError):  # a collective that failed on purpose has closed the group
+        dist.barrier()
+        dist.destroy_process_group()
 
 
-def run(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 900) -> list[Any]:
+def run(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 900, patience_s: float = 1800) -> list[Any]:
+    """patience_s: how long collectives wait."""
     context = mp.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
-        children = [context.Process(target=_child, args=(r, n, store, fn, args, results), daemon=True) for r in range(n)]
+        children = [context.Process(target=_child, args=(r, n, store, fn, args, results, patience_s), daemon=True) for r in range(n)]
         for c in children:
             c.start()
         out: dict[int, Any] = {}
