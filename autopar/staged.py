@@ -307,6 +307,7 @@ class Stages:
         if sum(len(flow.arcs) for value in problem.values for flow in (value.forward, value.backward) if flow) > TOO_MANY:
             return best
         for share in SHARES:
+            began = time.perf_counter()
             try:
                 seen = look(problem.loosened, problem, replace(self.left, gap=self.limits.gap * share), self.tell)
             except NoAnswer as e:
@@ -315,6 +316,7 @@ class Stages:
             known = best.answer.objective_s
             if seen is None:  # nothing is better
                 return replace(best, answer=replace(best.answer, bound_s=known))
+            took = time.perf_counter() - began
             bound_s = max(bound_s, min(known, seen.bound_s))
             best = replace(best, answer=replace(best.answer, bound_s=bound_s))
             if seen.price is not None and seen.price.feasible and seen.price.objective_s < known:
@@ -324,7 +326,7 @@ class Stages:
                 best = self.cut(self.mesh, f.all_strategies(seen.decision.strategies), bound_s, best, False) or best
             assert isinstance(best.answer, Solution)
             best = replace(best, answer=replace(best.answer, variables=seen.variables, rows=seen.rows))
-            if best.answer.gap <= self.limits.gap or time.perf_counter() - self.start > self.limits.seconds:
+            if best.answer.gap <= self.limits.gap or self.left.seconds < 2 * took:  # what is to be nearer takes longer
                 break
         return best
 
