@@ -29,7 +29,8 @@ def here(device: torch.device, devices: int) -> Cluster:
 def kind_of(device_name: str) -> str:
     """The name of the description of a GPU that its driver calls `device_name`."""
     words = re.findall(r"[a-z0-9]+", device_name.lower())
-    found = next((n for n in names() if n != "cpu" and n in words), None)
+    fitting = [n for n in names() if n != "cpu" and all(part in words or f"{part}gb" in words for part in n.split("-"))]
+    found = max(fitting, key=len, default=None)  # "a100-40" before "a100"
     if found is None or _OTHERS.search(device_name):
         raise ClusterError(
             f"autopar does not know the device {device_name!r}, so it cannot plan for it",

@@ -105,7 +105,15 @@ def test_setting() -> None:
 
 @pytest.mark.parametrize(
     ("device", "kind"),
-    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA H200", "h200"), ("NVIDIA H800", "h800")],
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H800", "h800"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A800-SXM4-80GB", "a800"),
+        ("NVIDIA B200", "b200"),
+    ],
 )
 def test_known_devices(device: str, kind: str) -> None:
     assert machine.kind_of(device) == kind
