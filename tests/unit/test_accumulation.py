@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import autopar
+from autopar import _torch
 from autopar.errors import AutoparError
 from tests.live import LiveBytes
 from tests.models import ZOO
@@ -18,15 +20,19 @@ def peaks(micro_batches: int, batch: int) -> tuple[float, list[int]]:
     torch.manual_seed(0)
     zoo = ZOO["gpt2"]
     model, inputs = zoo.build(2).train(), zoo.inputs(batch, 32)
-    compiled = autopar.compile(model, (1,), backend="aot_eager", grad_accumulation=micro_batches)
-    measured = []
-    for call in range(2 * micro_batches):
-        if call % micro_batches == 0:
-            compiled.zero_grad()
-        with LiveBytes([*(p.to_local() for p in compiled.parameters()), *compiled.buffers(), *inputs.values()]) as live:
-            held = sum(t.nbytes for t in compiled._sync.buffers.values())  # those of earlier calls: LiveBytes has not seen them made
-            compiled(**inputs).loss.backward()
-        measured.append(live.peak + held)
+    try:
+        compiled = autopar.compile(model, (1,), backend="aot_eager", grad_accumulation=micro_batches)
+        measured = []
+        for call in range(2 * micro_batches):
+            if call % micro_batches == 0:
+                compiled.zero_grad()
+            with LiveBytes([*(p.to_local() for p in compiled.parameters()), *compiled.buffers(), *inputs.values()]) as live:
+                held = sum(t.nbytes for t in compiled._sync.buffers.values())  # those of earlier calls: LiveBytes has not seen them made
+                compiled(**inputs).loss.backward()
+            measured.append(live.peak + held)
+    finally:
+        _torch.unalias_process_groups()
+        dist.destroy_process_group()
     state = STATE_BYTES * sum(p.numel() for p in compiled.parameters())
     return compiled.plan.predicted["peak_memory_bytes"] - state, measured[micro_batches:]
 
