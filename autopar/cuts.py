@@ -50,3 +50,10 @@ def last_alone(cut: tuple[int, ...]) -> tuple[int, ...]:
     """`cut` with the last layer as a segment by itself: what it keeps, backward frees before anything else is needed."""
     *before, end = cut
     return (*before, end - 1, 1) if end > 1 else cut
+
+
+def at_share(n: int, share: float, alone: bool) -> tuple[int, ...]:
+    """n layers cut at `share` (not at all if 0), and before the last one if `alone`; (n,) where there are too few."""
+    most = n - 2 if alone else n - 1
+    cut = two(n, max(1, min(most, round(share * n))), True) if share and most > 0 else (n,)
+    return last_alone(cut) if alone else cut

@@ -7,6 +7,7 @@ whose collective failed looks there.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 
 import torch.distributed as dist
@@ -22,9 +23,18 @@ class RankError(AutoparError):
     """Another rank failed in this step."""
 
 
+_begun: Counter[str] = Counter()
+
+
+def begin(groups: Groups) -> int:
+    """The number of a step, the same on all ranks of a mesh, whichever of its modules steps."""
+    _begun[groups.prefix] += 1
+    return _begun[groups.prefix]
+
+
 @contextlib.contextmanager
 def shared(groups: Groups, step: int) -> Iterator[None]:
-    """Around what one step runs. step: counts steps, the same on all ranks."""
+    """Around what one step runs. step: of `begin`."""
     if len(groups.ranks) == 1:
         yield
         return
@@ -50,6 +60,5 @@ def _said(key: str) -> str | None:
     with contextlib.suppress(Exception):
         store = _torch.default_store()
         if store.check([key]):
-            text = str(store.get(key).decode())
-            return text or None
+            return str(store.get(key).decode())
     return None

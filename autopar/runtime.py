@@ -21,7 +21,7 @@ from autopar import _torch
 from autopar.build import Builder, Config, no_plan
 from autopar.capture import LOSS, Call, Role, off_cache
 from autopar.errors import AutoparError
-from autopar.failures import shared
+from autopar.failures import begin, shared
 from autopar.gradients import GradSync
 from autopar.optimizers import watch
 from autopar.outputs import LossOutput
@@ -52,7 +52,6 @@ class ParallelModule(nn.Module):
         self._sync = GradSync(config.grad_accumulation)
         self._seed: int | None = None
         self._calls = 0
-        self._started = 0  # calls, for errors that ranks tell each other
         watch(self, config.optimizer)
 
     # ---- the call --------------------------------------------------------------------------------------------
@@ -230,8 +229,7 @@ class _Run:
     def __init__(self, module: ParallelModule, step: Step, values: dict[Role, torch.Tensor], diff: list[str], call: Call) -> None:
         self.module, self.step, self.values, self.diff, self.call = module, step, values, diff, call
         self.sync = module._sync.enabled
-        self.number = module._started
-        module._started += 1
+        self.number = begin(module._builder.groups)
 
     def forward(self) -> tuple[torch.Tensor | None, ...]:
         with shared(self.module._builder.groups, self.number):

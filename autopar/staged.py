@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from autopar.cluster import Cluster
 from autopar.cost import Cost
 from autopar.cost.fusion import fused
-from autopar.cuts import Segments, last_alone, shares, three, two
+from autopar.cuts import Segments, at_share, last_alone, shares, three, two
 from autopar.formulate.ideal import ideal
 from autopar.formulate.problem import Formulator, Names, Setting
 from autopar.formulate.quotient import Quotient, quotient
@@ -195,6 +195,8 @@ class Stages:
         began = time.perf_counter()
         looked: dict[tuple[tuple[int, ...], ...], float] = {}
         n_of = {s.name: n for s, n in zip(self.folded.stacks, self.folded.copies, strict=True)}
+        whole = self.view()
+        uncut = (whole, *self.formulated(whole, mesh, only=strategies))
 
         def at(segments: Segments) -> float:
             """Seconds of the best answer with the layers cut so."""
@@ -202,8 +204,10 @@ class Stages:
             key = tuple(segments.values())
             if key in looked or (best is not None and time.perf_counter() - self.start > self.limits.seconds):
                 return looked.get(key, math.inf)
-            v = self.view({name: cut for name, cut in segments.items() if len(cut) > 1})
-            f, problem = self.formulated(v, mesh, only=strategies)
+            v, f, problem = uncut
+            if any(len(cut) > 1 for cut in segments.values()):
+                v = self.view({name: cut for name, cut in segments.items() if len(cut) > 1})
+                f, problem = self.formulated(v, mesh, only=strategies)
             found = solve(problem, self.left)
             looked[key] = found.objective_s if isinstance(found, Solution) else math.inf
             if isinstance(found, Solution):
@@ -218,31 +222,31 @@ class Stages:
             late = time.perf_counter() - self.start > self.limits.seconds / 2
             return best.answer.gap <= (max(WORTH, self.limits.gap) if late else WORTH)
 
-        cuts, limit_s = self.guided(mesh, strategies, n_of)
+        cuts, limit_s = self.guided(*uncut[1:], n_of)
         for segments in cuts:
             if not good():
                 at(segments)
-        if min(looked.values(), default=math.inf) <= limit_s * (1 + WORTH):
-            coarse = True
+        if coarse or min(looked.values(), default=math.inf) <= limit_s * (1 + WORTH):
+            self.tell("segments", time.perf_counter() - began)
+            return best
         tried: dict[tuple[float, bool], float] = {}
         for alone in (False, True):
             for share in FIRST:
-                if not good() and not coarse:
-                    tried[share, alone] = at({name: _segments(n, share, alone) for name, n in n_of.items()})
+                if not good():
+                    tried[share, alone] = at({name: at_share(n, share, alone) for name, n in n_of.items()})
         deepest = max(n_of.values(), default=1)
         step = 0.25
-        while step > 0.5 / deepest and not good() and tried and not coarse:
+        while step > 0.5 / deepest and not good() and tried:
             center, alone = min(tried, key=lambda k: (tried[k], k))
             step /= 2
             for share in (center - step, center + step):
                 if 0 < share < 1:
-                    tried[share, alone] = at({name: _segments(n, share, alone) for name, n in n_of.items()})
+                    tried[share, alone] = at({name: at_share(n, share, alone) for name, n in n_of.items()})
         self.tell("segments", time.perf_counter() - began)
         return best
 
-    def guided(self, mesh: Mesh, strategies: Sequence[int], n_of: Mapping[str, int]) -> tuple[list[Segments], float]:
-        """Cuts that the relaxation at these strategies suggests, uncut first; and its seconds, which more cuts can hardly go below."""
-        f, problem = self.formulated(self.view(), mesh, only=strategies)
+    def guided(self, f: Formulator, problem: Problem, n_of: Mapping[str, int]) -> tuple[list[Segments], float]:
+        """Cuts that the relaxation of an uncut program suggests, uncut first; and its seconds, which more cuts can hardly go below."""
         uncut = {name: (n,) for name, n in n_of.items()}
         relaxed = Relaxation(problem).at(self.setting.budget_bytes, self.left)
         if relaxed is None:
@@ -371,13 +375,6 @@ def uncollected() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
-
-
-def _segments(n: int, share: float, alone: bool) -> tuple[int, ...]:
-    """n layers cut at `share` (not at all if 0), and before the last one if `alone`; (n,) where there are too few."""
-    left = n - 1 if alone and n > 1 else n
-    first = max(1, min(left - 1, round(share * n))) if share and left > 1 else 0
-    return tuple(k for k in (first, left - first, n - left) if k)
 
 
 def _better(a: Solution | Infeasible, b: Solution | Infeasible) -> bool:
