@@ -19,6 +19,7 @@ import torch
 from torch import fx, nn
 
 from autopar import _torch
+from autopar.capture_masks import plain_masks
 from autopar.capture_ops import captured_ops
 from autopar.capture_tags import lift_marks, settle_tags
 from autopar.common import merge_equal
@@ -77,6 +78,14 @@ class Call:
                 constants.append(leaf)
         return Call(tuple(tensors), spec, tuple(constants), tuple(positions), tuple(paths))
 
+    def arguments(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call's, with these in place of its tensors."""
+        leaves = list(self.constants)
+        for i, t in zip(self.positions, tensors, strict=True):
+            leaves[i] = t
+        args, kwargs = _torch.pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
 
 LOSS = "__autopar_loss__"
 
@@ -93,10 +102,7 @@ class _Flat(nn.Module):
         self.train(model.training)
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        leaves = list(self.call_spec.constants)
-        for i, t in zip(self.call_spec.positions, tensors, strict=True):
-            leaves[i] = t
-        args, kwargs = _torch.pytree.tree_unflatten(leaves, self.call_spec.spec)
+        args, kwargs = self.call_spec.arguments(tensors)
         if self.loss_fn is not None:
             if "target" in kwargs:
                 target = kwargs.pop("target")
@@ -169,7 +175,8 @@ def capture(
             for (s, d), t in zip(shapes, call.tensors, strict=True)
         )
     scope = torch.autocast("cpu", dtype=autocast) if autocast is not None else torch.autocast("cpu", enabled=False)
-    with scope, torch.set_grad_enabled(grad), captured_ops(), _explained(model):
+    args, kwargs = call.arguments(call.tensors)
+    with scope, torch.set_grad_enabled(grad), captured_ops(), plain_masks(model, args, kwargs), _explained(model):
         gm, in_descs, out_descs, out_spec = _torch.export_joint(flat, inputs)
 
     def name(target: str) -> str:
