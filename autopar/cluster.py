@@ -2,113 +2,41 @@
 
     Cluster.of("h100:32x8")     32 nodes of 8 devices
     Cluster.of("h100:8")        8 devices: one node, or as many full nodes as they fill
-    Cluster.of("mine.json")     a description of one's own, of the same form as those in `clusters/`
+    Cluster.of("mine.json")     a description of one's own, of the same form as those in `clusters/`, or what `autopar calibrate` measured
+    Cluster.detect()            this machine
 
-All numbers are SI units of one device: FLOP/s, bytes, bytes/s one way, seconds. Peaks and sizes are the vendor's (each file names its
-source); the fractions of them that are reached (efficiencies) are fitted to published training runs, or guesses where a file says so.
+`hardware.py` describes the parts. Peaks and sizes are the vendor's, the fractions of them that are reached (efficiencies) are fitted to published
+training runs, or guesses: `sources` says which.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from autopar.errors import AutoparError
+from autopar.hardware import Amount, CollectiveCurve, Count, Device, Link, Model, Network, Nvme, Rows, Source, Uncertainty, shared
 
 FOLDER = Path(__file__).parent / "clusters"
 MAX_FILE_BYTES = 1 << 20  # a description is a few kilobytes: anything larger is no description
-
-# The ranges refuse units gone wrong (GB for bytes, per cent for a fraction) and keep every derived time finite.
-Amount = Annotated[float, Field(ge=1, le=1e21)]
-Fraction = Annotated[float, Field(ge=1e-3, le=1)]
-Seconds = Annotated[float, Field(ge=0, le=10)]
-Count = Annotated[int, Field(ge=1, le=10_000_000)]
 
 
 class ClusterError(AutoparError):
     """A cluster's name is unknown, or its description is not valid."""
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class PeakFlops(_Model):
-    """Dense peak FLOP/s of a matrix product, by dtype. float32 is true float32: torch leaves TF32 off."""
-
-    bfloat16: Amount
-    float16: Amount
-    float32: Amount
-    float64: Amount
-
-
-class Device(_Model):
-    """One device.
-
-    memory_bytes: what the driver reports; reserve_bytes: of that for the context, the communicators' buffers and fragmentation.
-    matmul_efficiency, attention_*_efficiency: share of the peak that is reached. memory_efficiency (eta): share of the memory bandwidth.
-    matmul_memory_overlap (rho): share of a matrix product's memory traffic that is NOT hidden behind its arithmetic.
-    launch_s: what any kernel takes, however little it does.
-    """
-
-    name: str
-    peak_flops: PeakFlops
-    memory_bytes: Amount
-    memory_bandwidth_Bps: Amount
-    reserve_bytes: Annotated[float, Field(ge=0, le=1e21)]
-    matmul_efficiency: Fraction
-    attention_forward_efficiency: Fraction
-    attention_backward_efficiency: Fraction
-    memory_efficiency: Fraction
-    matmul_memory_overlap: Annotated[float, Field(ge=0, le=1)]
-    launch_s: Seconds
-
-    @model_validator(mode="after")
-    def _reserve_fits(self) -> Device:
-        if self.reserve_bytes >= self.memory_bytes:
-            raise ValueError("reserve_bytes leaves nothing of memory_bytes")
-        return self
-
-    @property
-    def usable_bytes(self) -> float:
-        return self.memory_bytes - self.reserve_bytes
-
-    def peak(self, dtype: str) -> float:
-        """FLOP/s of products in `dtype`. Eight-bit floats count as bfloat16, complex ones as their parts; all else as float32."""
-        known = {"bfloat16": "bfloat16", "float16": "float16", "float64": "float64", "complex128": "float64"}
-        key = "bfloat16" if dtype.startswith("float8") else known.get(dtype, "float32")
-        return float(getattr(self.peak_flops, key))
-
-
-class Link(_Model):
-    """A device's share of a connection: bandwidth one way, the fraction of it that is reached, latency of one collective or copy."""
-
-    bandwidth_Bps: Amount
-    efficiency: Fraction
-    latency_s: Seconds
-
-    @property
-    def reached_Bps(self) -> float:
-        return self.bandwidth_Bps * self.efficiency
-
-
-class Nvme(_Model):
-    """Local disks, as one device's share of them. capacity_bytes: that may be used; None: as much as is wanted."""
-
-    read: Link
-    write: Link
-    capacity_bytes: Amount | None = None
-
-
-class Cluster(_Model):
+class Cluster(Model):
     """`nodes` times `devices_per_node` equal devices; ranks are laid out node by node.
 
-    intra: inside a node; inter: a device's share of the network cards; host: between device and host memory (each way);
-    host_memory_bytes: of a whole node. source: where the figures are from.
+    intra: inside a node (NVLink, NVSwitch); inter: a device's share of the network cards; host: between device and host memory (PCIe), each way;
+    host_memory_bytes: of a whole node. contention: what compute loses while a collective runs beside it, as a share of the collective's time: 0 where
+    links work by themselves, 1 where the cores that compute also copy. curves: measured collectives, which replace what the links say of
+    their kinds. sources, or `source` in one text: where the figures are from; uncertainties: of those that were fitted here.
     """
 
     name: str
@@ -116,11 +44,22 @@ class Cluster(_Model):
     devices_per_node: Count
     nodes: Count
     intra: Link
-    inter: Link
+    inter: Network
     host: Link
     host_memory_bytes: Amount
     nvme: Nvme | None = None
+    contention: Annotated[float, Field(ge=0, le=1)] = 0.0
+    curves: Rows[CollectiveCurve] = ()
     source: str = ""
+    sources: Rows[Source] = ()
+    uncertainties: Rows[Uncertainty] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _cards(cls, data: Any) -> Any:
+        return (
+            {**data, "inter": shared(data["inter"], data.get("devices_per_node"))} if isinstance(data, dict) and "inter" in data else data
+        )
 
     @property
     def size(self) -> int:
@@ -133,6 +72,11 @@ class Cluster(_Model):
 
     def node_of(self, rank: int) -> int:
         return rank // self.devices_per_node
+
+    @staticmethod
+    def detect() -> Cluster:
+        """This machine: its device, as many as torch.distributed or its environment variables say there are processes."""
+        return import_module(_DETECTOR).detect()  # type: ignore[no-any-return]
 
     @staticmethod
     def of(x: Cluster | str | Path) -> Cluster:
@@ -150,8 +94,19 @@ class Cluster(_Model):
             return _load(Path(text))
         return _named(text)
 
+    @staticmethod
+    def fit(runs: Any) -> Any:
+        """An `autopar.predict.fit.Fit`: global constants that measured runs are best predicted with; `.cluster(description)` has them in it.
 
+        runs: `autopar.predict.fit.Run`s, each the pieces of a micro-batch, a layout, what ran it, and seconds. Raises AutoparError without any.
+        """
+        return import_module(_FITTER).fit(runs)
+
+
+# By name: descriptions need no torch, only a look at the machine and prices of models do.
+_DETECTOR, _FITTER = "autopar.machine", "autopar.predict.fit"
 _HOW = 'write e.g. "h100:32x8" (nodes x devices per node), "h100:8", or the path of a JSON file'
+_OWN = "for another device copy the most similar of clusters/*.json and change it, or measure a machine that has it: `autopar calibrate --out mine.json`"
 _NAME = re.compile(r"([a-z0-9_.-]+)(?::(?:([0-9]{1,7})x)?([0-9]{1,7}))?")
 
 
@@ -166,7 +121,7 @@ def _named(text: str) -> Cluster:
     if base not in names():
         close = difflib.get_close_matches(base, names(), n=3, cutoff=0.4) or names()
         raise ClusterError(
-            f"No cluster is called {_short(base)!r}", where=_short(text), fix=f"did you mean {' or '.join(close)}? Else {_HOW}"
+            f"No cluster is called {_short(base)!r}", where=_short(text), fix=f"did you mean {' or '.join(close)}? Else {_HOW}; {_OWN}"
         )
     if m is None:
         raise ClusterError(f"{_short(text)!r} is not how sizes are written", fix=_HOW)

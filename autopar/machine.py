@@ -6,11 +6,26 @@ import os
 import re
 
 import torch
+import torch.distributed as dist
 
 from autopar.cluster import Cluster, ClusterError, names
 
 # Cards of one name that differ in clock, memory or links from those described, and parts of cards.
 _OTHERS = re.compile(r"\b(pcie|nvl|mig)\b", re.IGNORECASE)
+
+
+def detect() -> Cluster:
+    """This machine, with as many devices as there are processes: of the group, or as torchrun's variables say; without either all that it has.
+
+    A GPU that no description fits is an error that says what to do about it.
+    """
+    gpu = torch.cuda.is_available() and not (dist.is_initialized() and dist.get_backend() == "gloo")
+    if dist.is_initialized():
+        devices = dist.get_world_size()
+    else:
+        whole = Cluster.of("cpu").devices_per_node
+        devices = int(os.environ.get("WORLD_SIZE", 0)) or (torch.cuda.device_count() if gpu else min(os.cpu_count() or 1, whole))
+    return here(torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"), devices)
 
 
 def here(device: torch.device, devices: int) -> Cluster:
@@ -34,8 +49,9 @@ def kind_of(device_name: str) -> str:
     if found is None or _OTHERS.search(device_name):
         raise ClusterError(
             f"autopar does not know the device {device_name!r}, so it cannot plan for it",
-            fix=f'name the cluster that is most like yours, as in autopar.compile(..., cluster="{found or "h100"}:1x8") (nodes x devices), or a JSON file of '
-            f'your own (start from one of clusters/*.json: {", ".join(names())}), or pass layout="fsdp" for a hand layout',
+            fix="measure it: `autopar calibrate --out mine.json` writes a description for cluster=; or name the cluster that is most like yours, as in "
+            f'autopar.compile(..., cluster="{found or "h100"}:1x8") (nodes x devices), or a JSON file of your own (copy one of clusters/*.json: '
+            f'{", ".join(names())}), or pass layout="fsdp" for a hand layout',
         )
     return found
 

@@ -6,6 +6,7 @@
     an operator                     compute of the half in which its calls stand; one that runs again is charged to backward too
     a collective of parameters      its link (issued a layer ahead), in each half that gathers
     a collective of gradients       its link (awaited a layer later)
+    either of these                 compute too, by the cluster's `contention`
     any other collective            its link, and compute, which waits for it; those inside an operator's local form too
 
 An operator that runs unchanged on its shard is priced as the call it is, one device's work at the call's own shapes; one with a local lowering
@@ -104,9 +105,12 @@ def price(parts: Parts, plan: Plan, graph: Graph, cost: Cost, setting: Setting, 
         accounts[stage, resource] = accounts.get((stage, resource), 0.0) + seconds
 
     for c in found:
-        pay(c.stage, c.resource, c.seconds / (setting.micro_batches if c.serves == "gradient" else 1))
+        seconds = c.seconds / (setting.micro_batches if c.serves == "gradient" else 1)
+        pay(c.stage, c.resource, seconds)
         if c.blocks:
             pay(c.stage, COMPUTE, c.seconds)
+        elif c.kind:
+            pay(c.stage, COMPUTE, cost.cluster.contention * seconds)
         if c.kind:
             together[c.stage, c.serves, c.kind].append(c)
     for n, role in zip((n for n in parts.forward.graph.nodes if n.op == "placeholder"), parts.forward_inputs, strict=True):

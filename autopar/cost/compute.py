@@ -20,6 +20,7 @@ from autopar.rules.strategy import Strategy
 
 HEAVY = ("matmul", "attention", "conv", "moe")  # kinds priced by FLOPs; all others by the bytes they move
 ATTENTION_BACKWARD = 2.5
+ATTENTION = ("attention", "attention_backward", "causal_attention", "causal_attention_backward")  # as `Cost.kernel_s` has them
 
 
 def local_sizes(rule: Rule, strategy: Strategy, mesh: Mesh) -> dict[str, int]:
@@ -55,8 +56,19 @@ def _attention(op: Op, rule: Rule, n: Mapping[str, int]) -> float:
     return each * (ATTENTION_BACKWARD if is_backward(op) else 1)
 
 
+def attention_kind(op: Op, rule: Rule, strategy: Strategy, mesh: Mesh) -> str:
+    """One of ATTENTION: causal is what the kernel is told of, and skips."""
+    causal = _seen(op, rule, local_sizes(rule, strategy, mesh)) < 1
+    return f"{'causal_' if causal else ''}attention{'_backward' if is_backward(op) else ''}"
+
+
 def is_backward(op: Op) -> bool:
     return "_backward" in op.target
+
+
+def seen(op: Op, rule: Rule) -> float:
+    """The share of (query, key) pairs that attention computes on one device that has all of them."""
+    return _seen(op, rule, {x: f.size for x, f in rule.factors.items()})
 
 
 def _seen(op: Op, rule: Rule, n: Mapping[str, int]) -> float:

@@ -5,7 +5,13 @@
     everything else       launch + bytes / (eta B)                          bytes: what is left of it after fusion
     views                 0
 
-g, eta and rho are the cluster's fitted constants. What is priced is LOCAL work: collectives are priced by `collective`, those inside a local
+g, eta and rho are the cluster's fitted constants. Where it has curves, measured seconds of whole calls, those are the price instead:
+
+    products              curve( FLOPs ) + rho ( curve of cheap ops( bytes ), less its least )
+    attention             curve( FLOPs ), another one where causality halves them: kernels skip whole blocks, so of short sequences less
+    everything else       curve( bytes ), of its rule's kind or else of cheap ops; what runs in another op's kernel, without the least that a call takes
+
+What is priced is LOCAL work: collectives are priced by `collective`, those inside a local
 lowering too.
 """
 
@@ -63,7 +69,6 @@ class Cost:
         """One run of `op` under `strategy` with its operands and outputs so placed (one placement for each of `op.inputs`)."""
         if memory.is_view(op, rule):
             return FREE
-        d = self.cluster.device
         flops = compute.flops(op, rule, strategy, self.mesh)
         read = frozenset(t.name for t in memory.reads(op))
         written = frozenset(t.name for t in memory.writes(op))
@@ -71,15 +76,23 @@ class Cost:
         if rule.kind not in compute.HEAVY and self.fused is not None and op.name in self.fused:
             read, written, launches = self.fused[op.name]
         moved = memory.moved_bytes(op, ins, outs, self.mesh, read, written)
-        memory_s = self._memory_s(moved)
-        if rule.kind == "attention":
-            reached = d.attention_backward_efficiency if compute.is_backward(op) else d.attention_forward_efficiency
-            busy_s = max(flops / (reached * d.peak(compute.compute_dtype(op))), memory_s)
+        kind = compute.attention_kind(op, rule, strategy, self.mesh) if rule.kind == "attention" else rule.kind
+        return OpCost(self.kernel_s(kind, compute.compute_dtype(op), flops, moved, launches), flops, moved)
+
+    def kernel_s(self, kind: str, dtype: str, flops: float, moved_bytes: float, launches: float) -> float:
+        """One kernel, or several alike. kind: "attention", "causal_attention", either with "_backward", a kind of product (`compute.HEAVY`), or anything else, which is bound by memory."""
+        d = self.cluster.device
+        if d.curves and (measured_s := self._measured_s(kind, dtype, flops, moved_bytes, launches)) is not None:
+            return measured_s
+        memory_s = self._memory_s(moved_bytes)
+        if kind in compute.ATTENTION:
+            reached = d.attention_backward_efficiency if kind.endswith("_backward") else d.attention_forward_efficiency
+            busy_s = max(flops / (reached * d.peak(dtype)), memory_s)
         elif flops:
-            busy_s = flops / (d.matmul_efficiency * d.peak(compute.compute_dtype(op))) + d.matmul_memory_overlap * memory_s
+            busy_s = flops / (d.matmul_efficiency * d.peak(dtype)) + d.matmul_memory_overlap * memory_s
         else:
             busy_s = memory_s
-        return OpCost(d.launch_s * launches + busy_s, flops, moved)
+        return d.launch_s * launches + busy_s
 
     def collective(self, kind: str, axes: tuple[str, ...], wire_bytes: float) -> CollectiveCost:
         """kind: "all_gather" | "reduce_scatter" | "all_reduce" | "all_to_all" | "slice"; wire_bytes: what a rank sends."""
@@ -91,7 +104,9 @@ class Cost:
         elements: parameters this rank updates (psi / D); whole_elements: those whose gradient it holds whole (psi).
         torch's foreach AdamW goes through memory once for every formula: about 80 bytes an element.
         """
-        return self._memory_s(bytes_per_element * elements + WHOLE_BYTES * whole_elements)
+        moved = bytes_per_element * elements + WHOLE_BYTES * whole_elements
+        measured = self.cluster.device.curve("optimizer")
+        return measured.at(moved) if measured is not None and moved else self._memory_s(moved)
 
     def host_s(self, nbytes: float) -> float:
         """A copy of `nbytes` between device and pinned host memory, either way."""
@@ -106,6 +121,25 @@ class Cost:
         assert disk is not None, "a cluster without disks"
         link = disk.write if resource == "nvme_write" else disk.read
         return link.latency_s + nbytes / link.reached_Bps
+
+    def _measured_s(self, kind: str, dtype: str, flops: float, moved_bytes: float, launches: float) -> float | None:
+        """By the device's curves; None without one for such work."""
+        d = self.cluster.device
+        cheap = d.curve("cheap")
+        n = max(launches, 1.0)
+        if kind in compute.ATTENTION:
+            found = d.curve(kind, dtype) or d.curve(kind.removeprefix("causal_"), dtype)
+            return None if found is None else n * found.at(flops / n)
+        if cheap is None:
+            return None
+        if flops:
+            found = d.curve("matmul", dtype)
+            traffic_s = cheap.at(moved_bytes / n) - cheap.at(0.0)
+            return None if found is None else n * (found.at(flops / n) + d.matmul_memory_overlap * traffic_s)
+        found = d.curve(kind) or cheap
+        if not moved_bytes:
+            return 0.0
+        return n * found.at(moved_bytes / n) - (0.0 if launches else found.at(0.0))
 
     def _memory_s(self, nbytes: float) -> float:
         d = self.cluster.device

@@ -104,7 +104,7 @@ def test_recompute(name: str, axes: dict[str, int], layout: str, monkeypatch: py
             for reshard in (True, False):
                 parts = partition(case.sharded, reshard_after_forward=reshard, recompute=again)
                 assert _equal(case.run(parts), want) and _equal(case.run(overlap(parts, "sim")), want)
-                if reshard:
+                if reshard and again is ops:  # of some, what they read may be more than what they make
                     assert saved_bytes(parts.forward, len(parts.saved)) < saved_bytes(base.forward, len(base.saved))
             if again is ops:
                 # Only the batch and constants are left, none of which forward computes.

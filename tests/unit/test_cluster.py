@@ -5,20 +5,44 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autopar.cluster import FOLDER, MAX_FILE_BYTES, Cluster, ClusterError, names
 from autopar.errors import AutoparError
+from autopar.hardware import Curve
 
 
 def test_every_shipped_description_loads() -> None:
     assert set(names()) >= {"h100", "a100", "h200", "h800", "cpu"}
     for name in names():
         c = Cluster.of(name)
-        assert c.name == name and c.source and 0 < c.device.usable_bytes < c.device.memory_bytes
+        assert c.name == name and 0 < c.device.usable_bytes < c.device.memory_bytes
         assert c.device.peak_flops.float64 <= c.device.peak_flops.float32 <= c.device.peak_flops.bfloat16
+
+
+def figures(x: Any, path: str = "") -> list[str]:
+    """The paths of all numbers of a description."""
+    if isinstance(x, dict):
+        return [f for k, v in x.items() if k != "sources" for f in figures(v, f"{path}.{k}" if path else k)]
+    return [path] if isinstance(x, (int, float)) else []
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_shipped_figure_has_its_source(name: str) -> None:
+    raw = json.loads((FOLDER / f"{name}.json").read_text())
+    named = {path: s["text"] for s in raw["sources"] for path in s["of"]}
+    assert len(named) == sum(len(s["of"]) for s in raw["sources"]) and all(t.strip() for t in named.values())
+    found = figures(raw)
+    for f in found:
+        assert any(f == path or f.startswith(path + ".") for path in named), f"{f} has no source"
+    known = {"device.name", *found}
+    assert all(any(k == path or k.startswith(path + ".") for k in known) for path in named), "a source of nothing"
 
 
 def test_vendor_figures() -> None:
@@ -84,6 +108,100 @@ def test_wrong_names_are_refused_with_a_way_out(text: str, says: str) -> None:
 def test_other_types_are_refused() -> None:
     with pytest.raises(ClusterError, match="int"):
         Cluster.of(8)  # type: ignore[arg-type]
+
+
+def test_an_unknown_device_is_described_or_measured() -> None:
+    with pytest.raises(ClusterError) as e:
+        Cluster.of("mi300x:8")
+    assert "copy" in e.value.fix and "autopar calibrate" in e.value.fix
+
+
+# ---- cards and switches ----------------------------------------------------------------------------------------------
+
+
+def with_inter(tmp_path: Path, **inter: Any) -> Cluster:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(description() | {"inter": {"efficiency": 0.8, "latency_s": 2e-5, **inter}}))
+    return Cluster.of(path)
+
+
+@pytest.mark.parametrize("cards, share", [(8, 50e9), (4, 25e9), (1, 6.25e9), (16, 100e9)])
+def test_a_device_has_its_share_of_the_cards(tmp_path: Path, cards: int, share: float) -> None:
+    c = with_inter(tmp_path, nics_per_node=cards, nic_bandwidth_Bps=50e9)
+    assert c.inter.bandwidth_Bps == share and c.inter.nic_Bps == pytest.approx(0.8 * 50e9)
+    assert Cluster.model_validate_json(c.model_dump_json()) == c
+    assert c.inter.share_Bps(8, 8) == c.inter.reached_Bps
+    # Alone it has the card next to it, or its cards.
+    assert c.inter.share_Bps(8, 1) == pytest.approx(0.8 * 50e9 * max(1, cards // 8))
+
+
+def test_one_description_of_the_cards(tmp_path: Path) -> None:
+    """A device's share, as before there were cards, is all of one card."""
+    c = with_inter(tmp_path, bandwidth_Bps=50e9)
+    assert c.inter == Cluster.of("h100").inter
+    with pytest.raises(ClusterError, match="nics_per_node"):
+        with_inter(tmp_path, bandwidth_Bps=50e9, nics_per_node=4, nic_bandwidth_Bps=50e9)
+    for bad in ({"nics_per_node": 4}, {"nics_per_node": "4", "nic_bandwidth_Bps": 5e10}, {"nics_per_node": 0, "nic_bandwidth_Bps": 5e10}):
+        with pytest.raises(ClusterError, match="inter"):
+            with_inter(tmp_path, **bad)
+
+
+def test_a_tree_is_read(tmp_path: Path) -> None:
+    c = with_inter(tmp_path, nics_per_node=8, nic_bandwidth_Bps=5e10, tree={"leaf_nodes": 32, "oversubscription": 2.0})
+    assert c.inter.tree is not None and c.inter.tree.leaf_nodes == 32
+    with pytest.raises(ClusterError, match="oversubscription"):
+        with_inter(tmp_path, bandwidth_Bps=5e10, tree={"leaf_nodes": 32, "oversubscription": 0.5})
+
+
+# ---- this machine ----------------------------------------------------------------------------------------------------
+
+
+def test_detect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert Cluster.detect().size == min(os.cpu_count() or 1, 64)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert Cluster.detect().name == "cpu:2x2"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    card = SimpleNamespace(name="NVIDIA H200", total_memory=140 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    assert Cluster.detect().name == "h200:2x2" and Cluster.detect().device.memory_bytes == card.total_memory
+    card.name = "Tesla T4"
+    with pytest.raises(ClusterError, match="autopar calibrate"):
+        Cluster.detect()
+
+
+# ---- curves ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_curve_by_hand() -> None:
+    c = Curve(amounts=(1e3, 1e5, 1e6), seconds=(1e-5, 1e-3, 2e-3))  # the whole is steeper than its last stretch
+    assert [c.at(x) for x in (0, 10, 1e3, 1e5, 1e6)] == [1e-5, 1e-5, 1e-5, 1e-3, 2e-3]
+    assert c.at(1e4) == pytest.approx(1e-4) and c.at(3e6) == pytest.approx(2e-3 + 2e6 * 1.99e-3 / 9.99e5)
+
+
+@given(
+    st.lists(st.tuples(st.floats(1, 1e12), st.floats(1e-9, 1e3)), min_size=1, max_size=8, unique_by=lambda p: p[0]),
+    st.floats(0, 1e13),
+    st.floats(0, 1e13),
+)
+def test_curves_never_fall(points: list[tuple[float, float]], a: float, b: float) -> None:
+    amounts, seconds = zip(*sorted(points), strict=True)
+    c = Curve(amounts=amounts, seconds=tuple(sorted(seconds)))
+    low, high = sorted((a, b))
+    assert c.at(low) <= c.at(high) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(
+    "amounts, seconds, says",
+    [((1.0, 1.0), (1.0, 2.0), "ascend"), ((1.0, 2.0), (2.0, 1.0), "fall"), ((1.0,), (1.0, 2.0), "as many"), ((), (), "at least")],
+)
+def test_bad_curves(amounts: tuple[float, ...], seconds: tuple[float, ...], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Curve(amounts=amounts, seconds=seconds)
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------
