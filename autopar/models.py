@@ -32,7 +32,7 @@ def config(name: str) -> Config:
     """The configuration of a public model, or of a config.json (or a folder that has one)."""
     key = name.strip().lower()
     if key in TABLE:
-        return _made(dict(TABLE[key]), key)
+        return made(dict(TABLE[key]), key)
     path = Path(name)
     if _exists(path) or name.endswith(".json") or os.sep in name:
         return _read(path)
@@ -79,7 +79,7 @@ def inputs(config: Config, batch: int, sequence: int) -> dict[str, tuple[int, ..
 # ---- parts -------------------------------------------------------------------------------------------------------
 
 
-def _made(values: dict[str, Any], where: str) -> Config:
+def made(values: dict[str, Any], where: str) -> Config:
     transformers = _transformers()
     kind = values.get("model_type")
     known = transformers.CONFIG_MAPPING
@@ -117,7 +117,7 @@ def _read(path: Path) -> Config:
         raise ModelError(f"The configuration cannot be read: {reason}", where=where, fix=_HOW) from None
     if not isinstance(values, dict):
         raise ModelError("The configuration is not a JSON object", where=where, fix="give a Hugging Face config.json")
-    return _made(values, where)
+    return made(values, where)
 
 
 def _exists(path: Path) -> bool:

@@ -6,7 +6,9 @@ and where inputs and outputs live. Passes apply it and decide nothing.
 
 from __future__ import annotations
 
+import importlib
 import math
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -156,6 +158,21 @@ class Plan:
                 object.__setattr__(self, key, other.__dict__[key])
         return self
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON, whole or not at all. Raises PlanError where the path cannot be written."""
+        _files().save(self, path)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """The plan in a file that `save` or `autopar plan -o` wrote. Raises PlanError for anything else."""
+        found: Plan = _files().load(path)
+        return found
+
+    def diff(self, other: Plan) -> str:
+        """Line by line what `other` decides otherwise; "" when they are equal."""
+        found: str = importlib.import_module("autopar.plan_diff").diff(self, other)
+        return found
+
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in _ASKED}
 
@@ -165,3 +182,8 @@ class Plan:
     def text(self) -> str:
         """A block for every kind of layer, then collectives, fallbacks and predictions."""
         return text(self)
+
+
+def _files() -> Any:
+    # The schema is written in terms of plans.
+    return importlib.import_module("autopar.plan_schema")

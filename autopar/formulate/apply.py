@@ -100,7 +100,7 @@ def _fate(problem: Problem, decision: Decision, v: int) -> Fate:
 def _collectives(problem: Problem, names: Names, decision: Decision) -> tuple[CollectiveUse, ...]:
     """Every redistribution that was priced."""
     out = []
-    for v, direction, arc in _arcs(problem, decision):
+    for v, direction, arc in used_arcs(problem, decision):
         value = problem.values[v].name
         itemsize, way, count = names.itemsize[value], ("forward", "backward")[direction], names.quotient.count(value)
         steps = names.steps(v, arc)
@@ -111,13 +111,14 @@ def _collectives(problem: Problem, names: Names, decision: Decision) -> tuple[Co
 def blocking(problem: Problem, names: Names, decision: Decision) -> int:
     """How many collectives compute waits for: those that are charged to it. (Those of parameters and gradients overlap.)"""
     found = 0
-    for v, _, arc in _arcs(problem, decision):
-        if any(problem.accounts[account].resource == "compute" for account in arc.times):
+    for v, _, arc in used_arcs(problem, decision):
+        waits = sum(t for account, t in arc.times.items() if problem.accounts[account].resource == "compute")
+        if waits and 2 * waits >= (1 - 1e-9) * sum(arc.times.values()):  # all of its time, not only what compute loses beside it
             found += names.quotient.count(problem.values[v].name) * sum(s.kind != "slice" for s in names.steps(v, arc))
     return found
 
 
-def _arcs(problem: Problem, decision: Decision) -> Iterator[tuple[int, int, Arc]]:
+def used_arcs(problem: Problem, decision: Decision) -> Iterator[tuple[int, int, Arc]]:
     """(value, direction, arc) of what is redistributed."""
     for (v, direction), arcs in sorted(decision.arcs.items()):
         flow = (problem.values[v].forward, problem.values[v].backward)[direction]

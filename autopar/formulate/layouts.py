@@ -3,12 +3,13 @@
 A layout gives every mesh axis a role, and a role says where an axis may stand:
 
     data     heavy operators and the loss split their batch over it
+    context  heavy operators and the loss split another loop of the inputs over it: the sequence
     tensor   heavy operators with a parameter split a loop of that parameter over it (columns, rows, the vocabulary), others a loop that is not of
              the inputs (attention's heads). Outside of the repeated layers, where such a loop does not divide (a vocabulary of 50,257), tokens.
     shard    parameters are stored split over it, as far as they divide; over data axes that do not shard they are replicated
 
 Cheap operators are free: between a column and a row product the stream may so be whole or split along the sequence, whichever is faster
-(Megatron's sequence parallelism). Over tensor axes parameters are stored as is cheapest. Whether an operator's loop is the batch, or
+(Megatron's sequence parallelism); `Layout.sequence_parallel` = False leaves it whole. Over tensor axes parameters are stored as is cheapest. Whether an operator's loop is the batch, or
 another dim of the inputs, is followed through the graph from the inputs; what no input reaches (a table of positions, tokens sorted by expert) is free.
 
 `Layout.reshard_after_forward` is not told: the program gathers parameters again in backward.
@@ -58,23 +59,23 @@ def by_role(layout: Layout, mesh: Mesh) -> Mesh:
 
     layout: refined (`Layout.of`). Raises LayoutError when an axis has no role.
     """
-    idle = [a.name for a in mesh.axes if a.size > 1 and a.name not in (*layout.data, *layout.tensor)]
+    idle = [a.name for a in mesh.axes if a.size > 1 and a.name not in (*layout.data, *layout.tensor, *layout.context)]
     if idle:
         raise LayoutError(
             f"layout {layout.name} leaves {', '.join(idle)} without a role",
             where=f"mesh {_said(mesh)}",
-            fix="name every axis in data= or tensor=",
+            fix="name every axis in data=, tensor= or context=",
         )
 
-    if layout.tensor and layout.shard and set(layout.data) - set(layout.shard):
+    if len([x for x in (layout.tensor, layout.context, layout.shard, set(layout.data) - set(layout.shard)) if x]) > 2:
         raise LayoutError(
-            f"layout {layout.name} gives axes three roles: data, shard and tensor",
+            f"layout {layout.name} gives axes three roles",
             where=f"mesh {_said(mesh)}",
-            fix="shard parameters over all data axes or none where tensors are split too",
+            fix="give two: with tensor or context axes, shard parameters over all data axes or none",
         )
 
     def role(axis: str) -> str:
-        return "tensor" if axis in layout.tensor else "shard" if axis in layout.shard else "data"
+        return "context" if axis in layout.context else "tensor" if axis in layout.tensor else "shard" if axis in layout.shard else "data"
 
     return Mesh(tuple(replace(a, parent=role(a.name)) for a in mesh.axes))
 
@@ -131,29 +132,34 @@ class _Roles:
         """Strategies that are the layout."""
         rule = self.rules[op.name]
         loops = self.loops.get(op.name, Loops())
-        if not (rule.is_heavy or rule.kind == "loss") or not (loops.batch or loops.others):
+        if not (loops.batch or loops.others):
             return set(range(len(chosen)))
+        if not (rule.is_heavy or rule.kind == "loss"):
+            whole = self.layout.sequence_parallel is False
+            return {s for s, o in enumerate(chosen) if not (whole and any(self.is_token(loops, o, a) for a in self.layout.tensor))}
         features = self.features(op, loops)
-        axes = (*self.layout.data, *self.layout.tensor)
+        axes = (*self.layout.data, *self.layout.context, *self.layout.tensor)
         fits = {s for s, o in enumerate(chosen) if all(self.stands(loops, features, o, a) for a in axes)}
         uneven = any(loop.size % self.mesh.sizes_product(self.layout.tensor) for loop in features)
         if self.layout.tensor and op.name not in self.repeated and (uneven or not fits):
             fits |= {
                 s for s, o in enumerate(chosen)
-                if all(self.stands(loops, features, o, a) for a in self.layout.data)
+                if all(self.stands(loops, features, o, a) for a in (*self.layout.data, *self.layout.context))
                 and all(self.is_token(loops, o, a) for a in self.layout.tensor)
             }  # fmt: skip
         if not fits and rule.kind == "loss":
-            return {s for s, o in enumerate(chosen) if all(self.stands(loops, features, o, a) for a in self.layout.data)}
+            split = (*self.layout.data, *self.layout.context)
+            return {s for s, o in enumerate(chosen) if all(self.stands(loops, features, o, a) for a in split)}
         return fits
 
     def stands(self, loops: Loops, features: Sequence[Loop], chosen: OpStrategy, axis: str) -> bool:
         """Whether `axis` does what its role says."""
         at = dict(chosen.split).get(axis)
-        is_data = axis in self.layout.data
-        if is_data and not loops.batch:
+        of_inputs = loops.batch if axis in self.layout.data else loops.others if axis in self.layout.context else None
+        if of_inputs is not None and not of_inputs:
             return True
-        return at is not None and any(loop.holds(*at, self.mesh.axis_size(axis)) for loop in (loops.batch if is_data else features))
+        mine = features if of_inputs is None else of_inputs
+        return at is not None and any(loop.holds(*at, self.mesh.axis_size(axis)) for loop in mine)
 
     def features(self, op: Op, loops: Loops) -> list[Loop]:
         """What a tensor axis may split: the loops of the operator's parameter; if it has none, what is not of the inputs and not summed."""
@@ -185,7 +191,7 @@ class _Roles:
 
     def of_storage(self, options: list[Storage]) -> set[int]:
         """Split over as many shard axes as any option is that a DTensor on the user's axes can be, over no data axis that does not shard."""
-        free = set(self.layout.shard) | set(self.layout.tensor)
+        free = set(self.layout.shard) | set(self.layout.tensor) | set(self.layout.context)
         plain = [representable(o.placement, self.user) == o.placement for o in options]
         mine = {i: o.placement.where for i, o in enumerate(options) if plain[i] and free.issuperset(o.placement.where)}
         ways = {i: self.mesh.sizes_product(tuple(a for a in self.layout.shard if a in where)) for i, where in mine.items()}

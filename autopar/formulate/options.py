@@ -57,8 +57,9 @@ def strategies(
         if f.split and f.size > 1 and x not in without:
             at = cuts.get((op.name, x), (1, f.size))
             mine = [_Slot(x, lo, hi) for lo, hi in itertools.pairwise(at) if hi > lo]
-            # (b s) may be split along either; of a product's features, (heads d), only the major part: attention keeps d whole.
-            slots += mine[::-1] if rule.kind != "matmul" or _is_kept(rule, x) else mine[-1:]
+            # (b s) may be split along either; of a product's features, (heads d), only the major part: attention keeps d whole. Where queries, keys
+            # and values are made together, (3 heads d), that is the heads, for axes that three parts are too few for.
+            slots += mine[::-1] if rule.kind != "matmul" or _is_kept(rule, x) else _major(mine, mesh)
     everything = frozenset(range(len(op.inputs)))
     passes = everything in rule.linear
     found: dict[OpStrategy, None] = {}
@@ -81,6 +82,16 @@ def strategies(
 
     go(0, {}, {}, {})
     return list(found)
+
+
+def _major(slots: Sequence[_Slot], mesh: Mesh) -> list[_Slot]:
+    """From the major one on, until every axis of the user's fits into one of them."""
+    out: list[_Slot] = []
+    for slot in reversed(slots):
+        out.append(slot)
+        if all((slot.high // slot.low) % size == 0 for size in mesh.parents.values()):
+            break
+    return out[:2]
 
 
 def _is_kept(rule: Rule, letter: str) -> bool:

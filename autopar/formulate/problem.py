@@ -2,7 +2,7 @@
 
 Time. An op's local work goes to the compute account of its direction. A redistribution of an activation blocks: its seconds go to compute and
 to its link. Gathers of parameters and reductions of gradients are issued one layer early or awaited one layer late (`passes.prefetch`,
-`passes.defer`): theirs go to the link alone.
+`passes.defer`): theirs go to the link alone, but for what the cluster's `contention` says that compute loses beside them.
 
 Memory. A row for every position where something is made, forward and backward, and one for the optimizer step:
 parameters and optimizer state as stored, what is kept for backward, what lives at that position, gradients finished so far.
@@ -49,6 +49,7 @@ class Setting:
     and times are of one call on average. media: where activations may be kept besides the device ("host", "nvme"); host_bytes,
     nvme_bytes: a device's share of it; least_bytes: what is smaller, on one device, is not worth a copy of its own.
     fuses: whether memory-bound neighbours become one kernel, as Inductor makes it.
+    counts: whether memory is counted; where any would do, its rows are half of the work.
     """
 
     trainable: frozenset[str]
@@ -64,6 +65,7 @@ class Setting:
     nvme_bytes: float = float("inf")
     least_bytes: float = 2.0**20
     fuses: bool = True
+    counts: bool = True
 
 
 @dataclass
@@ -182,7 +184,7 @@ class Formulator:
         self.names.nodes = [list(w.nodes) for w in self.wires.values()]
         choices = tuple(Choice(n, labels, tuple(times)) for n, labels, times in self.choices)
         problem = Problem(STAGES, tuple(self.accounts), choices, tuple(values), tuple(made_again), (), self.setting.budget_bytes)
-        return rows(self, trim(problem)), self.names
+        return rows(self, trim(problem)) if self.setting.counts else trim(problem), self.names
 
     def drop(self, room_s: float) -> None:
         kept: list[list[int]] = []
@@ -509,10 +511,12 @@ class Formulator:
     def times(self, sent: Sequence[tuple[str, float]], w: _Wire, stage: int) -> dict[int, float]:
         out: dict[int, float] = {}
         often = w.count / (self.setting.micro_batches if w.reduces else 1)
+        waits = self.cost.cluster.contention if w.overlaps else 1.0
         for link, seconds in sent:
-            for resource in (link,) if w.overlaps else (link, "compute"):
-                a = self.account(stage, resource)
-                out[a] = out.get(a, 0.0) + often * seconds
+            for resource, share in ((link, 1.0), ("compute", waits)):
+                if share:
+                    a = self.account(stage, resource)
+                    out[a] = out.get(a, 0.0) + often * seconds * share
         return out
 
 

@@ -41,6 +41,7 @@ LINKS: dict[str, Callable[[int], Cluster]] = {
     "even": cluster,
     "latencies": lambda devices: Cluster.of(f"h100:{max(8, devices)}"),
     "nodes": lambda devices: Cluster.of(f"h100:{devices // 2}x2").model_copy(update={"device": cluster(8).device}),  # two devices a node
+    "contended": lambda devices: cluster(devices).model_copy(update={"contention": 0.4}),
 }
 
 

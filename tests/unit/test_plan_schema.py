@@ -94,7 +94,7 @@ def deep(plan: Plan, layers: int) -> Plan:
 def test_a_deep_models_file_is_small() -> None:
     plan = with_collectives("llama", MESH, "fsdp+tp")
     big = deep(plan, 20)
-    assert len(big.ops) > 10_000
+    assert len(big.ops) > 9_000
     text = dumps(big)
     assert loads(text) == big
     assert len(json.loads(text)["plan"]["op_table"]) == len(json.loads(dumps(plan))["plan"]["op_table"]) < 120
@@ -135,6 +135,15 @@ def test_save_and_load(tmp_path: Path) -> None:
     save(plan, str(file))
     assert load(file).__dict__ == plan.__dict__
     assert [f.name for f in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_plans_save_load_and_compare_themselves(tmp_path: Path) -> None:
+    plan, other = made("tiny", MESH, "fsdp"), made("tiny", MESH, "ddp")
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert str(plan.diff(other)) == str(diff(plan, other)) != str(plan.diff(plan))
+    with pytest.raises(PlanError, match="cannot be read"):
+        Plan.load(tmp_path / "none.json")
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
