@@ -1,0 +1,77 @@
+"""What the works of a pipeline take: seconds by stage and by hop.
+
+Stages are in the order of the data (`schedule.py`), so the first holds the embedding and the last the head and the loss. Hop r lies between rank r
+and rank (r + 1) % p; what goes forward and what comes back take the same time on it. A pipeline of one rank has no hops.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.errors import LayoutError
+from autopar.pipeline.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Times:
+    """forward_s, backward_s: of one micro-batch, by stage; hop_s: of one micro-batch between ranks, by hop.
+
+    exposed: whether sending and receiving hold up the ranks at both ends (`replay.py` says how); otherwise they run beside compute.
+    Raises LayoutError where lengths disagree or a time is negative or not finite.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    hop_s: tuple[float, ...]
+    exposed: bool = False
+
+    def __post_init__(self) -> None:
+        s, p = len(self.forward_s), len(self.hop_s)
+        if len(self.backward_s) != s or p < 1 or s % p or not s:
+            raise LayoutError(
+                f"{s} stages with a forward, {len(self.backward_s)} with a backward, {p} hops.",
+                fix="Give one forward and one backward a stage, one hop a rank, and the same number of stages on every rank.",
+            )
+        for name in ("forward_s", "backward_s", "hop_s"):
+            for i, seconds in enumerate(getattr(self, name)):
+                if not 0 <= seconds < math.inf:
+                    raise LayoutError(
+                        f"A pipeline stage of {seconds} seconds.", where=f"{name}[{i}]", fix="Times are finite and not negative."
+                    )
+
+    @classmethod
+    def even(cls, schedule: Schedule, forward_s: float, backward_s: float, hop_s: float = 0.0, exposed: bool = False) -> Times:
+        """The same seconds for every stage, and for every hop."""
+        s = schedule.stages
+        return cls((forward_s,) * s, (backward_s,) * s, (hop_s,) * schedule.ranks, exposed)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.hop_s)
+
+    @cached_property
+    def rows_s(self) -> tuple[float, ...]:
+        """By row: compute."""
+        return self.forward_s + self.backward_s[::-1]
+
+    @cached_property
+    def lags_s(self) -> tuple[float, ...]:
+        """By row: its input's hop. The first row has no input, the last stage's backward follows its own forward."""
+        s, p = len(self.forward_s), self.ranks
+        hops = [self.hop_s[i % p] if p > 1 else 0.0 for i in range(s - 1)]
+        return (0.0, *hops, 0.0, *hops[::-1])
+
+    def rank_s(self, rank: int) -> float:
+        """Compute of one micro-batch on a rank, all its chunks, forward and backward."""
+        return sum(self.forward_s[rank :: self.ranks]) + sum(self.backward_s[rank :: self.ranks])
+
+
+def check(schedule: Schedule, times: Times) -> None:
+    """Raises LayoutError unless `times` are those of a pipeline of the schedule's shape."""
+    if (times.ranks, len(times.forward_s)) != (schedule.ranks, schedule.stages):
+        raise LayoutError(
+            f"Times of {len(times.forward_s)} stages on {times.ranks} ranks, a schedule of {schedule.stages} on {schedule.ranks}.",
+            fix="Give times by stage, chunks x ranks of them, and one hop a rank.",
+        )
