@@ -1,0 +1,153 @@
+"""`autopar.predict`: what a hand layout costs, by the prices of the integer program.
+
+The layout is a constraint on the very problem the planner solves: a micro-batch of one replica is captured and solved on the tensor and context axes
+(`autopar.formulate.layouts`), which says what every device does; pipeline, data parallelism, recomputation and offload, which repeat that micro-batch, are priced
+around it (`step.py`). So there is no formula for a kind of model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.build import Precision
+from autopar.cluster import Cluster
+from autopar.errors import InputError
+from autopar.layout import Layout
+from autopar.offline import Task, task
+from autopar.planning import Step
+from autopar.predict.pieces import Piece, pieces
+from autopar.predict.prediction import Prediction, prediction
+from autopar.predict.runtime import Runtime
+from autopar.predict.step import step
+from autopar.solver.solve import Limits
+from autopar.staged import Found
+
+
+def predict(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    cluster: str | Cluster,
+    layout: Layout,
+    *,
+    global_batch: int,
+    runtime: str | Runtime = "autopar",
+    loss_fn: Callable[..., Any] | None = None,
+    precision: Precision | str | torch.dtype | None = "bfloat16",
+    optimizer: str | type = "adamw",
+    progress: Callable[[str, float], None] | None = None,
+) -> Prediction:
+    """Prices a step of `model` under a hand layout; nothing is computed, the model may lie on the meta device.
+
+    inputs: keyword arguments of a call, tensors or shapes (a shape is taken for token ids); their dim 0 is the batch, whatever its size there. layout: sizes
+    (`Layout(tp=8, pp=4, ...)`); what they leave of the cluster's devices is data parallel. global_batch: sequences of a step, over all devices.
+    runtime: what software runs it (`autopar.predict.RUNTIMES`); ours by default.
+
+    Raises LayoutError where sizes do not divide, InputError, CaptureError, ClusterError.
+    """
+    where, how = Cluster.of(cluster), Runtime.of(runtime)
+    layout.replicas(where.size)
+    found = micro_batch(model, inputs, where, layout, how, loss_fn, precision, progress)
+    return priced(found, type(model).__name__, where, layout, how, global_batch, tokens_of(inputs), precision, optimizer)
+
+
+def priced(
+    found: Sequence[Piece],
+    model: str,
+    cluster: Cluster,
+    layout: Layout,
+    runtime: Runtime,
+    global_batch: int,
+    tokens: int,
+    precision: Precision | str | torch.dtype | None,
+    optimizer: str | type,
+) -> Prediction:
+    """found: a micro-batch's pieces; tokens: of a sequence."""
+    done = step(found, layout, runtime, cluster, global_batch, optimizer)
+    p = Precision.of(precision)
+    dtype = str(p.param).removeprefix("torch.") if p.param is not None else "float32"
+    device = cluster.device
+    return prediction(
+        done, model, cluster.name, cluster.size, layout, runtime.name, global_batch, tokens, device.usable_bytes, device.peak(dtype)
+    )
+
+
+def micro_batch(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    cluster: Cluster,
+    layout: Layout,
+    runtime: Runtime,
+    loss_fn: Callable[..., Any] | None = None,
+    precision: Precision | str | torch.dtype | None = "bfloat16",
+    progress: Callable[[str, float], None] | None = None,
+) -> tuple[Piece, ...]:
+    """The pieces of a micro-batch of one replica, on the devices that share it."""
+    return pieces(solved(model, inputs, cluster, layout, loss_fn, precision, progress), runtime.fusion)
+
+
+def solved(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    cluster: Cluster,
+    layout: Layout,
+    loss_fn: Callable[..., Any] | None = None,
+    precision: Precision | str | torch.dtype | None = "bfloat16",
+    progress: Callable[[str, float], None] | None = None,
+) -> Found:
+    """The integer program's answer for that micro-batch: every operator's strategy is the layout's."""
+    return answered(captured(model, inputs, layout.micro_batch, cluster, loss_fn, precision, progress), layout, progress)
+
+
+def captured(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    sequences: int,
+    cluster: Cluster,
+    loss_fn: Callable[..., Any] | None = None,
+    precision: Precision | str | torch.dtype | None = "bfloat16",
+    progress: Callable[[str, float], None] | None = None,
+    fork: bool = False,
+) -> Task:
+    """A micro-batch of so many sequences: what `answered` takes, whatever the layout. fork: as `autopar.plan` has it."""
+    shapes = {k: _resized(v, sequences) for k, v in inputs.items()}
+    tell = progress or (lambda stage, seconds: None)
+    return task(model, shapes, cluster, {"dp": 1}, loss_fn, precision, "adamw", 1, None, None, tell, fork)
+
+
+def answered(t: Task, layout: Layout, progress: Callable[[str, float], None] | None = None) -> Found:
+    """t: a micro-batch of the layout's."""
+    axes = {"cp": layout.cp, "tp": layout.tp}
+    roles = Layout(
+        tensor=("tp",) if layout.tp > 1 else (),
+        context=("cp",) if layout.cp > 1 else (),
+        sequence_parallel=layout.sequence_parallel,
+        name=str(layout),
+    )
+    setting = replace(t.setting, counts=False)  # strategies are the layout's: memory is counted around them, not traded
+    program = Step.of(t.folded, axes, t.cluster, setting, Limits(), progress, roles if layout.tp * layout.cp > 1 else None)
+    with program.in_time():
+        return program.stages.run()
+
+
+def _resized(x: Any, batch: int) -> Any:
+    if isinstance(x, torch.Tensor):
+        if not x.dim():
+            return x
+        return torch.empty((batch, *x.shape[1:]), dtype=x.dtype, device="meta")
+    if not isinstance(x, (tuple, list)) or not x:
+        raise InputError(f"an input is {x!r}", where="predict", fix="give tensors, or shapes such as (8, 4096)")
+    return (batch, *tuple(x)[1:])
+
+
+def tokens_of(inputs: Mapping[str, Any]) -> int:
+    """Of a sequence: the second dim of the first input that has one."""
+    for x in inputs.values():
+        shape = tuple(x.shape) if isinstance(x, torch.Tensor) else tuple(x)
+        if len(shape) > 1:
+            return int(shape[1])
+    return 1

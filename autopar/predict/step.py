@@ -1,0 +1,191 @@
+"""The time of a step of a whole layout, from the pieces of a micro-batch.
+
+    step = pipeline of m micro-batches + data-parallel traffic that is waited for + optimizer
+
+A stage's forward and backward are sums over its pieces; the schedule is replayed (`autopar.pipeline`), so uneven stages, bubbles and hops are what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.cluster import Cluster
+from autopar.cost.model import Cost
+from autopar.errors import LayoutError
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.optimizers import kind_of
+from autopar.pipeline import Schedule, Times, deal, replay
+from autopar.predict import memory
+from autopar.predict.data import sharded_over, traffic
+from autopar.predict.pieces import Piece
+from autopar.predict.runtime import Runtime
+from autopar.predict.seconds import NOTHING, Seconds, seconds
+from autopar.predict.work import MEMORY, Stretch, Transfer
+
+Stage = Mapping[Piece, int]
+
+
+@dataclass(frozen=True)
+class Step:
+    """step_time_s: the sum of `parts_s`. peak_bytes: of every pipeline rank, by part. model_flops: of products and attention of all devices, without
+    what is made again; square_flops: with what causality hides of attention."""
+
+    step_time_s: float
+    parts_s: Mapping[str, float]
+    peak_bytes: tuple[Mapping[str, float], ...]
+    model_flops: float
+    square_flops: float
+    layers: tuple[int, ...]
+    micro_batches: int
+
+    @property
+    def fullest_bytes(self) -> float:
+        """Of the rank that needs the most."""
+        return max(sum(r.values()) for r in self.peak_bytes)
+
+
+def step(
+    pieces: Sequence[Piece], layout: Layout, runtime: Runtime, cluster: Cluster, global_batch: int, optimizer: str | type = "adamw"
+) -> Step:
+    """pieces: of a micro-batch of `layout.micro_batch` sequences, split over tp and cp. Raises LayoutError where sizes do not divide."""
+    if runtime.gathers_logits and layout.tp > 1:
+        pieces = [*pieces[:-1], gathered(pieces[-1], layout.tp)]
+    dp = layout.replicas(cluster.size)
+    micro_batches, rest = divmod(global_batch, dp * layout.micro_batch)
+    if rest or not micro_batches:
+        raise LayoutError(
+            f"a global batch of {global_batch} is not a number of micro-batches of {layout.micro_batch} on {dp} replicas",
+            where=f"Layout, micro_batch={layout.micro_batch}",
+            fix=f"use a multiple of {dp * layout.micro_batch}",
+        )
+    cost, schedule = cost_of(layout, dp, runtime, cluster), schedule_of(layout, micro_batches)
+    layers, stages = stages_of(pieces, schedule)
+    halves = {p: halves_of(p, layout, runtime, cost) for p in pieces}
+    forward = [_total(stage, {p: f for p, (f, _) in halves.items()}) for stage in stages]
+    backward = [_total(stage, {p: b for p, (_, b) in halves.items()}) for stage in stages]
+    hop = _hop_s(pieces, layout, cost)
+    times = Times(tuple(f.total_s for f in forward), tuple(b.total_s for b in backward), (hop,) * layout.pp)
+    run = replay(schedule, times)
+    ranks = [[stages[r + c * layout.pp] for c in range(layout.virtual)] for r in range(layout.pp)]
+    waits = [
+        traffic(
+            memory.params_of(mine), layout, runtime, cost, dp, micro_batches,
+            run.busy_s[r] / micro_batches, run.busy_s[r],
+        ).exposed_s
+        for r, mine in enumerate(ranks)
+    ]  # fmt: skip
+    ways = sharded_over(layout, dp)
+    updates = [update_s(memory.params_of(mine), layout, cost, ways, optimizer) for mine in ranks]
+    last = max(range(layout.pp), key=lambda r: waits[r] + updates[r])
+    slowest = max(range(layout.pp), key=lambda r: run.busy_s[r])
+    work = sum((s for c in range(layout.virtual) for s in (forward[slowest + c * layout.pp], backward[slowest + c * layout.pp])), NOTHING)
+    parts = {
+        "compute": micro_batches * work.compute_s,
+        "tensor and context parallel": micro_batches * work.exposed_s,
+        "pipeline bubble and hops": run.total_s - run.busy_s[slowest],
+        "data parallel": waits[last],
+        "optimizer": updates[last],
+    }
+    peaks = tuple(memory.peak_bytes(r, schedule, stages, layout, runtime, ways) for r in range(layout.pp))
+    often = dp * micro_batches * layout.tp * layout.cp
+    return Step(
+        sum(parts.values()), parts, peaks, often * model_flops(pieces, False), often * model_flops(pieces, True), layers, micro_batches
+    )
+
+
+def cost_of(layout: Layout, dp: int, runtime: Runtime, cluster: Cluster) -> Cost:
+    """Prices of a layout's devices."""
+    mesh = Mesh.of({"pp": layout.pp, "dp": dp, "cp": layout.cp, "tp": layout.tp})
+    inter = cluster.inter.model_copy(update={"efficiency": cluster.inter.efficiency * runtime.network_share})
+    return Cost(cluster.model_copy(update={"inter": inter}), mesh)
+
+
+def schedule_of(layout: Layout, micro_batches: int) -> Schedule:
+    kind = "interleaved" if layout.virtual > 1 else layout.schedule
+    return Schedule(kind, layout.pp, micro_batches, layout.virtual)
+
+
+def stages_of(pieces: Sequence[Piece], schedule: Schedule) -> tuple[tuple[int, ...], list[dict[Piece, int]]]:
+    """Layers by stage, and all pieces by stage. What is no layer goes with the layer behind it, the last of it with the last layer."""
+    order = [p for p in pieces for _ in range(p.layers)]
+    if not order:
+        if schedule.stages > 1:
+            raise LayoutError(
+                "the model has no repeated layers to make a pipeline of", where=f"Layout, pp={schedule.ranks}", fix="use pp=1"
+            )
+        return (0,), [dict.fromkeys(pieces, 1)]
+    counts = deal(len(order), schedule.ranks, schedule.chunks)
+    stages: list[dict[Piece, int]] = [{} for _ in counts]
+    at = 0
+    for stage, n in zip(stages, counts, strict=True):
+        for p in order[at : at + n]:
+            stage[p] = stage.get(p, 0) + 1
+        at += n
+    for i, p in enumerate(pieces):
+        if not p.layers:
+            after = next((q for q in pieces[i:] if q.layers), None)
+            where = next(k for k, s in enumerate(stages) if after in s) if after is not None and i else (0 if not i else len(stages) - 1)
+            stages[where][p] = 1
+    return counts, stages
+
+
+def gathered(last: Piece, tp: int) -> Piece:
+    """What comes after the layers, where the loss is not split along the vocabulary: each rank has all of the logits, and does all of it that is bound by memory.
+
+    The largest result there is the logits in single precision, of which half as many bytes are gathered.
+    """
+
+    def whole(s: Stretch, more: dict[Transfer, float]) -> Stretch:
+        tasks = {replace(t, moved_bytes=t.moved_bytes * tp) if t.kind == MEMORY else t: n for t, n in s.tasks.items()}
+        return Stretch(tasks, {**s.transfers, **more})
+
+    sent = Transfer("all_gather", ("tp",), last.largest_bytes / 2 * (tp - 1))
+    return replace(
+        last, forward=whole(last.forward, {sent: 1.0}), backward=whole(last.backward, {}), saved_bytes=last.saved_bytes * tp, largest_bytes=last.largest_bytes * tp
+    )  # fmt: skip
+
+
+def halves_of(p: Piece, layout: Layout, runtime: Runtime, cost: Cost) -> tuple[Seconds, Seconds]:
+    """Forward and backward of a piece, with what is made again."""
+    forward = seconds(p.forward, cost, runtime, False, p.scores_bytes)
+    backward = seconds(p.backward, cost, runtime, True, p.scores_bytes)
+    if p.layers and layout.recompute == "full":
+        backward += forward
+    elif p.layers and layout.recompute == "balanced":
+        backward += seconds(p.again, cost, runtime, False)
+    elif p.layers and layout.recompute == "selective" and runtime.unfused_passes:
+        core = Stretch({t: n for t, n in p.forward.tasks.items() if t.is_core})
+        backward += seconds(core, cost, runtime, False, p.scores_bytes)
+    return forward, backward
+
+
+def _total(stage: Stage, of: Mapping[Piece, Seconds]) -> Seconds:
+    return sum((of[p].times(n) for p, n in stage.items()), NOTHING)
+
+
+def _hop_s(pieces: Sequence[Piece], layout: Layout, cost: Cost) -> float:
+    """What one stage hands to the next, forwards; the same comes back."""
+    if layout.pp == 1:
+        return 0.0
+    nbytes = max((p.input_bytes for p in pieces if p.layers), default=0.0)
+    return cost.collective("send", cost.mesh.children("pp"), nbytes).seconds
+
+
+def update_s(params: float, layout: Layout, cost: Cost, ways: int, optimizer: str | type) -> float:
+    mine = params / ways
+    return cost.optimizer_s(mine, kind_of(optimizer).traffic_bytes, mine if layout.zero == 3 else params)
+
+
+def model_flops(pieces: Sequence[Piece], square: bool) -> float:
+    """Of a micro-batch on one device: products forward and backward, attention three times its forward (what its backward makes again is not the model's)."""
+    total = 0.0
+    for p in pieces:
+        for stretch, times in ((p.forward, 3.0), (p.backward, 0.0)):
+            for t, n in stretch.tasks.items():
+                if t.is_core:
+                    total += max(1, p.layers) * times * n * (t.square_flops if square else t.even_flops)
+        for stretch in (p.forward, p.backward):
+            total += max(1, p.layers) * sum(n * t.flops for t, n in stretch.tasks.items() if not t.square_flops)
+    return total
