@@ -1,0 +1,82 @@
+"""`autopar.search`: the best layouts for a model on a cluster, by the prices of `autopar.predict`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.build import Precision
+from autopar.cluster import Cluster
+from autopar.errors import AutoparError, LayoutError
+from autopar.infeasible import InfeasibleError
+from autopar.memory_wish import Memory
+from autopar.optimizers import kind_of
+from autopar.predict.api import tokens_of
+from autopar.predict.runtime import Runtime
+from autopar.search.best_first import BestFirst
+from autopar.search.bounds import Bounds
+from autopar.search.cache import Cache
+from autopar.search.price import Prices
+from autopar.search.result import Progress, Ranked
+from autopar.search.solved import Micros
+from autopar.search.space import Space
+
+
+def search(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    cluster: str | Cluster,
+    *,
+    global_batch: int,
+    top_k: int = 5,
+    runtime: str | Runtime = "autopar",
+    memory: float | str | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    precision: Precision | str | torch.dtype | None = "bfloat16",
+    optimizer: str | type = "adamw",
+    options: Space | Mapping[str, Any] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    cache: str | Path | None = None,
+    fork: bool = False,
+) -> list[Ranked]:
+    """The `top_k` fastest layouts of a step of `model` that fit, the best first. Nothing is computed, the model may lie on the meta device.
+
+    inputs, runtime, precision, optimizer: as `autopar.predict` has them, whose answer to each layout comes with it. memory: bytes that a device may use; default what
+    it has, less a reserve. options: what is tried (`Space`), such as {"cp": [1], "recompute": ["none", "full"]}. progress: called with a `Progress`. cache: a file that
+    keeps what was solved; a search that was interrupted goes on with it. fork: as `autopar.plan` has it.
+
+    No layout of the space is better than the first, none that is not in the list better than the last (`autopar.search.bounds` has the proof). Layouts that differ in
+    ZeRO's level or offload alone are one, the fastest of them.
+
+    Raises InfeasibleError when none fits; LayoutError, InputError, CaptureError, ClusterError.
+    """
+    where, how, space = Cluster.of(cluster), Runtime.of(runtime), Space.of(options)
+    if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1 or top_k < 1:
+        raise AutoparError(f"a global batch of {global_batch!r}, the best {top_k!r}", where="search", fix="give whole numbers from 1")
+    wish = Memory.of(memory)
+    if wish.least:
+        raise AutoparError("the least memory is not searched for", where="memory", fix="give the bytes that a device may use")
+    budget_bytes = where.device.usable_bytes if wish.budget_bytes is None else wish.budget_bytes
+    kind_of(optimizer)
+    if all(global_batch % b for b in space.micro_batch):
+        raise LayoutError(
+            f"no micro-batch of {space.micro_batch} sequences divides a global batch of {global_batch}",
+            where="options",
+            fix="allow a divisor of it",
+        )
+    micros = Micros(model, inputs, where, how, loss_fn, precision, Cache(cache), fork)
+    bounds = Bounds(space, where, how, optimizer, budget_bytes)
+    prices = Prices(bounds, type(model).__name__, global_batch, tokens_of(inputs), precision)
+    found = BestFirst(space, bounds, prices, micros, top_k, progress or (lambda p: None)).run()
+    if not found:
+        raise InfeasibleError(
+            constraint=f"no layout of {type(model).__name__} on {where.name} keeps to {budget_bytes / 1e9:.2f} GB a device",
+            shortfall_bytes=int(bounds.short_bytes) if math.isfinite(bounds.short_bytes) else 0,
+            remedy="more devices, a smaller micro-batch, more that may be made again or offloaded, or shorter sequences",
+        )
+    return found
