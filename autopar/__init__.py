@@ -23,24 +23,29 @@ if TYPE_CHECKING:
     from autopar.offline import explain, plan
     from autopar.offload_wish import Offload
     from autopar.plan import Plan
+    from autopar.predict import Prediction, predict
     from autopar.runtime import ParallelModule
+    from autopar.search import search
 
 __all__ = [
-    "AutoparError", "Cluster", "Layout", "Offload", "ParallelModule", "Plan", "Precision", "checkpoint", "compile", "explain", "must_recompute", "must_save",
-    "plan",
+    "AutoparError", "Cluster", "Layout", "Offload", "ParallelModule", "Plan", "Precision", "Prediction", "checkpoint", "compile", "explain", "must_recompute",
+    "must_save", "plan", "predict", "search",
 ]  # fmt: skip
 
 _WHERE = {
     "AutoparError": "errors", "Cluster": "cluster", "Layout": "layout", "Offload": "offload_wish", "ParallelModule": "runtime", "Plan": "plan", "Precision": "build",
-    "compile": "api", "explain": "offline", "must_recompute": "capture_tags", "must_save": "capture_tags", "plan": "offline",
+    "Prediction": "predict", "compile": "api", "explain": "offline", "must_recompute": "capture_tags", "must_save": "capture_tags", "plan": "offline",
+    "predict": "predict", "search": "search",
 }  # fmt: skip
 
 
 class _Package(types.ModuleType):
-    """`autopar.plan` and `autopar.explain` are functions, also after the modules of these names were imported."""
+    """`autopar.plan`, `autopar.explain`, `autopar.predict` and `autopar.search` are functions, also after the modules of these names were imported."""
 
     plan = property(lambda self: self.__getattr__("plan"), lambda self, module: None)
     explain = property(lambda self: self.__getattr__("explain"), lambda self, module: None)
+    predict = property(lambda self: self.__getattr__("predict"), lambda self, module: None)
+    search = property(lambda self: self.__getattr__("search"), lambda self, module: None)
 
     def __getattr__(self, name: str) -> Any:
         if name in _WHERE:

@@ -5,6 +5,9 @@
     autopar diff plan.json other.json
     autopar explain llama3-70b mlp.gate_proj tp:out --cluster h100:32x8 --batch 256 --seq 8192
     autopar frontier llama3-70b --cluster h100:32x8 --batch 256 --seq 8192 --plot frontier.html
+    autopar calibrate --out mine.json
+    autopar search llama3-70b --cluster h100:32x8 --batch 256 --seq 8192 --top 5
+    autopar predict llama3-70b --cluster h100:32x8 --batch 256 --seq 8192 --tp 8 --pp 4 --zero 1
 
 Exits with 0; 1 when `diff` finds differences; 2 when something was called wrongly or is damaged; 3 when no plan fits the memory; 130 on Ctrl-C.
 Results go to standard output, progress and errors to standard error.
@@ -30,6 +33,8 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from autopar.cli_calibrate import calibrate
+from autopar.cli_search import predict, search
 from autopar.errors import AutoparError, MeshError
 from autopar.infeasible import InfeasibleError
 from autopar.memory_wish import NAMES
@@ -61,6 +66,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.command()(calibrate)
+app.command()(search)
+app.command()(predict)
 
 PlanFile = Annotated[Path, typer.Argument(metavar="FILE", help="a plan, as `autopar plan -o FILE` wrote it")]
 Model = Annotated[str, typer.Argument(help="a public model, such as llama3-70b, or the path of a config.json")]
@@ -216,7 +225,8 @@ def main() -> None:
     _heed_interrupts()
     global _alone
     _alone = True
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # no command needs a device, and CUDA would not survive a fork
+    if sys.argv[1:2] != ["calibrate"]:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # no other command needs a device, and CUDA would not survive a fork
     with _little_collecting():
         app(prog_name="autopar")
 

@@ -20,7 +20,7 @@ FOLDERS = {"autopar": "autopar", "autopar.solver": "solver", "autopar.passes": "
 PRIVATE_API_FILE = "autopar._torch"
 TORCH_FREE = (
     "autopar.solver", "autopar.rules", "autopar.graph", "autopar.mesh", "autopar.placement", "autopar.layout", "autopar.plan",
-    "autopar.cluster", "autopar.cost", "autopar.formulate", "autopar.plan_schema", "autopar.simulate", "autopar.planning",
+    "autopar.cluster", "autopar.cost", "autopar.formulate", "autopar.plan_schema", "autopar.simulate", "autopar.planning", "autopar.pipeline",
 )  # fmt: skip
 ALLOWED_PRIVATE = ("torch.ops",)
 
