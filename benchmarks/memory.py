@@ -1,7 +1,7 @@
 """Time at equal memory: the plan against every way to save activation memory that people use. It should never be slower.
 
     python -m benchmarks.memory --models gpt2,llama3-8b,qwen3-0.6b,bert-base,t5-base --layers 4 --cluster h100:1
-    python -m benchmarks.memory --models gpt2,llama3-8b,bert-base --measure --backend aot_eager
+    python -m benchmarks.memory --models gpt2,llama3-8b,bert-base --measure --width 256 --batch 8 --sequence 256 --cluster cpu:1
 
 `benchmarks.baselines` has the ways, all their settings. Each is a choice of what forward keeps; as a plan it goes through our passes and is priced by our
 simulator, which gives its peak and its time. Then the planner is asked for the best plan within that peak, without and with host memory, and the simulator
@@ -10,7 +10,8 @@ counts some memory that the program does not (`docs/architecture.md`): where our
 budget that it took is in the result.
 
 --fusion says what recomputation costs: "planned", as the integer program knows it, or "compiled", as a compiler fuses it with backward, which the
-program does not know (`baselines/again.py`); both sides are priced alike. Nothing is run but under --measure (`baselines/measure.py`).
+program does not know (`baselines/again.py`); both sides are priced alike. Nothing is run but under --measure, which compares at equal measured memory
+(`baselines/measure.py`).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=30.0, help="the solver's time limit for one plan")
     parser.add_argument("--gap", type=float, default=0.001, help="how near the bound each plan shall be")
     parser.add_argument("--measure", action="store_true", help="also run the plans, on this machine's CPU")
-    parser.add_argument("--backend", default="aot_eager", help="of what is measured")
+    parser.add_argument("--width", type=int, help="hidden size, all else in proportion; default: the model's")
     parser.add_argument("--repeats", type=int, default=15, help="of what is measured")
     parser.add_argument("--out", type=Path, help="where to write the result (JSON)")
     parser.add_argument("--plot", type=Path, help="where to write the plot (HTML; needs plotly)")
@@ -66,7 +67,7 @@ def captured(model: str, a: argparse.Namespace, precision: str = "bfloat16", fus
     from benchmarks.baselines.program import public
 
     axes = dict(zip(("dp", "tp"), map(int, a.mesh.split("x")), strict=False))
-    return public(model, a.layers, a.batch, positions(model, a.sequence), axes, a.cluster, a.layout, a.dropout, precision, fuses)
+    return public(model, a.layers, a.batch, positions(model, a.sequence), axes, a.cluster, a.layout, a.dropout, precision, fuses, a.width)
 
 
 def compare(program: Any, fusion: str, a: argparse.Namespace) -> list[dict[str, Any]]:
@@ -84,8 +85,8 @@ def compare(program: Any, fusion: str, a: argparse.Namespace) -> list[dict[str, 
         theirs = points[b.saved]
         row = {"family": b.family, "setting": b.setting, "fusion": fusion, "theirs": asdict(theirs)}
         for name, planner in ours.items():
-            plan, said = planner.within(theirs.peak_bytes)
-            row[name] = said | verdict(theirs.step_s, said if plan is not None else None)
+            _, said = planner.within(theirs.peak_bytes, theirs.step_s)
+            row[name] = said | verdict(theirs.step_s, said)
         rows.append(row)
         told = ", ".join(f"{n} {row[n]['ratio'] or 0:.4f} in {row[n]['seconds']:.0f} s, {row[n]['tries']} tries" for n in ours)
         print(f"{b.family}, {b.setting}: {told}", file=sys.stderr, flush=True)
@@ -171,8 +172,8 @@ def main() -> None:
         if a.measure:
             from benchmarks.baselines.measure import measure
 
-            p = captured(model, a, "float32", a.backend == "inductor")
-            measured.append({"model": model, **measure(p, settings(a), a.fusion.split(",")[0], a.seconds, a.gap, a.backend, a.repeats)})
+            p = captured(model, a, "float32", fuses=False)
+            measured.append({"model": model, **measure(p, settings(a), a.seconds, a.gap, a.repeats)})
             keep(a, runs, measured)
             continue
         p = captured(model, a)

@@ -181,7 +181,7 @@ class Program:
         inside = in_kernels(parts) if self.setting.fuses else set()
         seconds |= {n: (COMPUTE, 0.0) for n in inside}
         table, start_bytes = records(parts, lambda n: seconds.get(n, (COMPUTE, 0.0)), written(parts, sizes, inside))
-        state_bytes, update_bytes = self._optimizer(parts)
+        state_bytes, update_bytes = self.optimizer_bytes(parts)
         run = replay(table, int(start_bytes + state_bytes))
         return Point(
             max(float(run.peak_bytes), update_bytes),
@@ -190,7 +190,7 @@ class Program:
             run.exposed_s,
         )
 
-    def _optimizer(self, parts: Parts) -> tuple[float, float]:
+    def optimizer_bytes(self, parts: Parts) -> tuple[float, float]:
         """Bytes of the optimizer's state, and of all there is while it runs."""
         s, state, update = self.setting, 0.0, 0.0
         places = (n for n in parts.forward.graph.nodes if n.op == "placeholder")
@@ -235,15 +235,36 @@ def written(parts: Parts, sizes: Callable[[Any], list[int]], nothing: Collection
 
 def public(
     name: str, layers: int, batch: int, sequence: int, mesh_axes: dict[str, int], cluster: str, layout: str,
-    dropout: float | None = None, precision: str = "bfloat16", fuses: bool = True,
+    dropout: float | None = None, precision: str = "bfloat16", fuses: bool = True, width: int | None = None,
 ) -> Program:  # fmt: skip
-    """A step of one of `autopar.models`. dropout: probability for all that it drops; None: as the model has it."""
+    """A step of one of `autopar.models`. dropout: probability for all that it drops; None: as the model has it. width: see `narrow`."""
     config = models.config(name)
     for key, value in list(vars(config).items()) if dropout is not None else ():
         if ("dropout" in key or "pdrop" in key) and isinstance(value, float):
             setattr(config, key, dropout)
+    if width is not None:
+        narrow(config, width)
     shapes = models.inputs(config, batch, sequence)
     return capture_program(models.build(config, layers), shapes, mesh_axes, Cluster.of(cluster), layout, precision, fuses)
+
+
+def narrow(config: Any, width: int) -> None:
+    """`config` with a hidden size of `width`: heads of the size they have, all else in proportion, at most 16 words for every hidden unit."""
+
+    def name(*known: str) -> str:
+        return next(k for k in known if getattr(config, k, None) is not None)
+
+    hidden, heads = name("hidden_size", "d_model", "n_embd"), name("num_attention_heads", "num_heads", "n_head")
+    was, n = getattr(config, hidden), getattr(config, heads)
+    now = max(1, width * n // was)
+    setattr(config, hidden, width)
+    setattr(config, heads, now)
+    if getattr(config, "num_key_value_heads", None) is not None:
+        config.num_key_value_heads = max(1, config.num_key_value_heads * now // n)
+    for key in ("intermediate_size", "d_ff", "n_inner"):
+        if getattr(config, key, None) is not None:
+            setattr(config, key, getattr(config, key) * width // was)
+    config.vocab_size = min(config.vocab_size, 16 * width)
 
 
 def capture_program(

@@ -22,8 +22,8 @@ from autopar.propagate import propagate
 from benchmarks.baselines import Baseline, baselines
 from benchmarks.baselines.balanced import by_density
 from benchmarks.baselines.checkpoints import HEAVY, all_but_every, eager, handed_on, regions, save_list, tagged
-from benchmarks.baselines.measure import lowered, median
-from benchmarks.baselines.ours import Ours, verdict
+from benchmarks.baselines.measure import live_bytes, lowered, median, tensors, within
+from benchmarks.baselines.ours import CLOSE, Ours, verdict
 from benchmarks.baselines.program import PREFIX, Program, capture_program
 from benchmarks.baselines.torch_partitioner import copied, min_cut
 from tests.models import ZOO
@@ -206,6 +206,20 @@ def test_saving_everything_is_dominated() -> None:
     assert plan is not None and said["peak_bytes"] <= 1.06 * theirs.peak_bytes
     assert verdict(theirs.step_s, said)["dominated"]
     assert not verdict(said["step_s"] / 1.01, said)["dominated"] and verdict(1.0, None) == {"ratio": None, "dominated": False}
+
+
+def test_within_measured_memory() -> None:
+    """Our plan for what a baseline is measured to take takes no more, and much less than saving everything."""
+    p = capture_program(model("llama"), ZOO["llama"].inputs(4, 16), {"dp": 1}, Cluster.of("cpu:1"), "ddp", "float32", fuses=False)
+    values = tensors(p)
+    values |= {r: torch.randint(0, 64, t.shape) for r, t in values.items() if r.kind == "input"}
+    everything, theirs = (lowered(p, p.keeping(settings()[k].saved), values) for k in ("none ", "balanced no product twice"))
+    most = live_bytes(theirs, values)
+    assert most < live_bytes(everything, values)
+    _, step, measured, _ = within(p, Ours(p, "planned", (), 10.0, 0.001), values, most)
+    assert measured == live_bytes(step, values) <= most * (1 + CLOSE)
+    want = everything()
+    assert all(g is None or torch.equal(g, want[r]) for r, g in step().items())
 
 
 def test_interval_of_a_median() -> None:
