@@ -158,6 +158,37 @@ def test_the_same_bits(name: str, tmp_path: Path) -> None:
             assert (g is None and other[n] is None) or torch.equal(g, other[n]), n
 
 
+def test_all_fates_at_once_are_the_same_bits(tmp_path: Path) -> None:
+    """One device, dropout as in training, little room anywhere: saved, kept in host memory, kept in files and made again in chains, in one plan."""
+    name = "gpt2"
+    p, _ = captured(name, 4)
+    params, buffers = dict(p.model.named_parameters(remove_duplicate=False)), dict(p.model.named_buffers())
+    everything = planned(name, "dp=1", (), math.inf).plan
+    away_bytes = sum(p.graph.tensors[t].nbytes for t in little(name, "dp=1", "host").plan.offload)
+    setting = setting_of(name, ("host", "nvme"), 0.6 * everything.predicted["peak_memory_bytes"])
+    setting = replace(setting, host_bytes=0.2 * away_bytes, nvme_bytes=0.2 * away_bytes)
+    plan = plan_graph(p.graph, {"dp": 1}, fast(1), setting, LIMITS).plan
+    again = {op.name: op for op in p.graph.ops if op.name in plan.recompute and lookup(op).kind != "view"}
+    views = {op.out.name: op.inputs[0].name for op in p.graph.ops if lookup(op).kind == "view"}
+
+    def viewed(name: str) -> str:
+        return viewed(views[name]) if name in views else name
+
+    read_again = {viewed(t.name) for op in again.values() for t in op.inputs}
+    assert set(plan.offload.values()) == {"host", "nvme"} and "save" in plan.activations.values()
+    assert any(t is not None and t.name in read_again for op in again.values() for t in op.outputs), "no chain"
+    results = []
+    for which in (everything, plan):
+        open_store(STORE, OffloadSettings(10**9, str(tmp_path), 10**9))
+        try:
+            with fake_world(1):
+                results.append(simulated(p, {"dp": 1}, which).run(params, buffers, p.tensors, SEED)[1])
+        finally:
+            close_store(STORE)
+    for n, g in results[0].items():
+        assert (g is None and results[1][n] is None) or torch.equal(g, results[1][n]), n
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="A plan that keeps activations away, run on simulated ranks")
     parser.add_argument("--model", default="llama", choices=sorted(ZOO))
