@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -298,6 +300,54 @@ def alias_process_group(name: str, group: Any) -> None:
 
     with contextlib.suppress(RuntimeError):  # already registered: by an earlier model on the same mesh
         _register_process_group(name, group)
+
+
+def process_group(name: str) -> Any:
+    """The group that functional collectives know under `name`."""
+    from torch._C._distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)
+
+
+_orderly: dict[str, tuple[Any, Any]] = {}  # by name: the default group it was made under, and the group
+_orderly_made: Counter[str] = Counter()
+
+
+def orderly(name: str, group: Any) -> Any:
+    """`group`, or, where gloo carries it, a group of the same ranks whose collectives run one after another; collective over the ranks on first use of `name`.
+
+    gloo runs two collectives of a group at a time, and both of its threads note what they ended in one string, without a lock
+    (ProcessGroupGloo::runLoop; torch 2.13): after long enough with several all-gathers on their way the heap is damaged ("malloc(): unaligned tcache chunk
+    detected"; address sanitizer: double free of that string). torch.distributed.new_group has no argument for the number of threads.
+    """
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore, ProcessGroup
+
+    gloo = getattr(dist, "ProcessGroupGloo", None)
+    cpu = torch.device("cpu")
+    if gloo is None or cpu not in group._device_types or not isinstance(theirs := group._get_backend(cpu), gloo):
+        return group
+    under, made = _orderly.get(name, (None, None))
+    if under is dist.group.WORLD:
+        return made
+    _orderly_made[name] += 1
+    if not _orderly:
+        atexit.register(_orderly.clear)  # its threads end while Python still runs
+    options = gloo._Options()
+    options._devices, options._threads, options._timeout = [gloo.create_default_device()], 1, theirs.options._timeout
+    ranks = dist.get_process_group_ranks(group)
+    # A name may come again after the default group was destroyed and made anew: on all ranks alike.
+    store = PrefixStore(f"{name}/{'.'.join(map(str, ranks))}/{_orderly_made[name]}", default_store())
+    rank, size = ranks.index(dist.get_rank()), len(ranks)
+    mine = ProcessGroup(store, rank, size)
+    backend = gloo(store, rank, size, options)
+    backend.options.global_ranks_in_group, backend.options.group_name = ranks, name
+    backend._set_sequence_number_for_group()
+    mine._set_default_backend(ProcessGroup.BackendType.GLOO)
+    mine._register_backend(cpu, ProcessGroup.BackendType.GLOO, backend)
+    mine._set_group_name(name)
+    _orderly[name] = (dist.group.WORLD, mine)
+    return mine
 
 
 def unalias_process_groups() -> None:

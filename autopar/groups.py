@@ -66,6 +66,6 @@ class Groups:
                 if dist.get_rank() in ranks:
                     mine = made
         assert mine is not None
-        _torch.alias_process_group(name, mine)
+        _torch.alias_process_group(name, _torch.orderly(name, mine) if self.device_mesh.device_type == "cpu" else mine)
         self.made[axes] = mine
         return name

@@ -13,7 +13,6 @@ import signal
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -38,24 +37,8 @@ def _child(rank: int, n: int, store: str, fn: Callable[..., Any], args: tuple[An
         dist.destroy_process_group()
 
 
-class Crashed(AssertionError):
-    """A child ended in native code: SIGABRT or SIGSEGV."""
-
-
 def run(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 900, patience_s: float = 1800) -> list[Any]:
-    """patience_s: how long collectives wait.
-
-    Once more where a child crashed: glibc has been seen to abort one in about a hundred runs, with a heap that something native damaged, and
-    neither its checks (MALLOC_CHECK_=3) nor repetition showed what. What crashes twice in a row fails.
-    """
-    try:
-        return _run(fn, n, args, timeout, patience_s)
-    except Crashed as e:
-        warnings.warn(f"a rank crashed, once more: {e}", RuntimeWarning, stacklevel=2)
-        return _run(fn, n, args, timeout, patience_s)
-
-
-def _run(fn: Callable[..., Any], n: int, args: tuple[Any, ...], timeout: float, patience_s: float) -> list[Any]:
+    """patience_s: how long collectives wait."""
     context = mp.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -72,13 +55,13 @@ def _run(fn: Callable[..., Any], n: int, args: tuple[Any, ...], timeout: float, 
                 except queue.Empty:
                     dead = [r for r, c in enumerate(children) if not c.is_alive() and r not in out]
                     if dead and results.empty():
-                        _refuse_crashes(children, "")
+                        _tell_crashes(children, "")
                         raise AssertionError(f"rank {dead[0]} died with exit code {children[dead[0]].exitcode}") from None
                     if time.monotonic() > end:
                         raise AssertionError(f"ranks {sorted(set(range(n)) - set(out))} gave no result in {timeout:.0f} s") from None
                     continue
                 if not ok:
-                    _refuse_crashes(children, value)
+                    _tell_crashes(children, value)
                     raise AssertionError(f"rank {rank} failed:\n{value}")
                 out[rank] = pickle.loads(value)
             for c in children:
@@ -90,9 +73,9 @@ def _run(fn: Callable[..., Any], n: int, args: tuple[Any, ...], timeout: float, 
         return [out[r] for r in range(n)]
 
 
-def _refuse_crashes(children: list[Any], said: str) -> None:
+def _tell_crashes(children: list[Any], said: str) -> None:
     """Was it another rank's crash that made this one fail?"""
     time.sleep(1)
     for r, c in enumerate(children):
         if c.exitcode in (-signal.SIGABRT, -signal.SIGSEGV):
-            raise Crashed(f"rank {r} died with exit code {c.exitcode}\n{said}")
+            raise AssertionError(f"rank {r} died with exit code {c.exitcode}\n{said}")

@@ -1,0 +1,47 @@
+"""On CPU, graphs' collectives run one after another in each group: two of gloo's own threads at a time damage the heap (`_torch.orderly`)."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from autopar import _torch
+from autopar.groups import Groups
+from tests.dist.launch import run
+
+COUNT, IN_FLIGHT = 100, 8
+
+
+def gathered(sizes: tuple[int, ...]) -> None:
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[: len(sizes)])
+    groups = Groups(mesh)
+    ops = torch.ops._c10d_functional
+    for axes in [("a",), ("b",), ("a", "b")] if len(sizes) == 2 else [("a",)]:
+        name = groups.ensure(axes)
+        backend = _torch.process_group(name)._get_backend(torch.device("cpu"))
+        assert backend.options._threads == 1
+        assert backend.options._timeout == _torch.default_timeout("cpu")
+        ranks = next(g for g in groups.mesh.groups(axes) if dist.get_rank() in g)
+        for i in range(COUNT):
+            issued = [ops.all_gather_into_tensor(torch.full((4,), float(dist.get_rank() + i)), len(ranks), name) for _ in range(IN_FLIGHT)]
+            for y in issued:
+                assert ops.wait_tensor(y).view(-1, 4)[:, 0].tolist() == [r + i for r in ranks]
+
+
+def twice(again: str) -> None:
+    """Once more after the default group was destroyed and made anew."""
+    gathered((2, 2))
+    gathered((4,))
+    gathered((2, 2))  # the groups that are there
+    rank, n = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(again, n), rank=rank, world_size=n)
+    gathered((2, 2))
+
+
+def test_collectives_of_a_group_run_one_after_another(tmp_path: object) -> None:
+    run(twice, 4, os.path.join(str(tmp_path), "again"))
