@@ -103,6 +103,8 @@ def _feasible(cur: Placement, dst: Placement, axes: list[str], mesh: Mesh, keep:
 
     keep: the digit they leave must not overlap the new one either (an all-to-all exposes both).
     """
+    if not axes:
+        return [], cur
     digits: dict[int, dict[str, tuple[int, int]]] = {}
     for x in cur.splits:
         digits.setdefault(x.dim, {})[x.axis] = x.stride, mesh.axis_size(x.axis)

@@ -63,6 +63,10 @@ class Found:
     answer: Solution | Infeasible
 
 
+class _Far(Exception):
+    """No answer of a program is as good as asked for."""
+
+
 @dataclass(frozen=True)
 class _View:
     shrunk: Shrunk
@@ -134,13 +138,18 @@ class Stages:
 
     # ---- one program -----------------------------------------------------------------------------------------------
 
-    def on(self, v: _View, mesh: Mesh, coarse: bool = False, made: tuple[Formulator, Problem] | None = None) -> Found:
-        """coarse: an answer will do that is not the best cut of the layers. made: the formulation, if there is one already."""
+    def on(
+        self, v: _View, mesh: Mesh, coarse: bool = False, made: tuple[Formulator, Problem] | None = None, far_s: float = math.inf
+    ) -> Found:
+        """coarse: an answer will do that is not the best cut of the layers. made: the formulation, if there is one already. Raises _Far where no answer
+        takes less than `far_s`."""
         start = time.perf_counter()
         f, problem = made or self.formulated(v, mesh)
         seen = look(problem.loosened, problem, self.left, self.tell)
         if seen is None:
             return self.poor(v, mesh, f, problem, -1.0, None)
+        if seen.bound_s > far_s:
+            raise _Far
         again = {
             r for r in seen.decision.rerun if any(problem.reruns[r].times[seen.decision.strategies[problem.reruns[r].choice]].values())
         }
@@ -263,26 +272,43 @@ class Stages:
         """bound_s: what is known of the whole already."""
         ideal_s = bound = -1.0
         best: Found | None = None
+        near = max(self.limits.gap, NEAR)
+        far: list[Mesh] = []  # what they have is not near to the bound: looked for only if the others have nothing better
+
+        def is_near() -> bool:
+            return best is not None and isinstance(best.answer, Solution) and best.answer.gap <= near
+
+        def take(smaller: Mesh, made: tuple[Formulator, Problem], far_s: float) -> None:
+            nonlocal best
+            found = self.on(v, smaller, True, made, far_s)
+            if isinstance(found.answer, Solution):
+                found = replace(found, answer=replace(found.answer, bound_s=min(bound, found.answer.objective_s)))
+            if best is None or _better(found.answer, best.answer):
+                best = found
+
         for smaller in merged(self.mesh):
             late = time.perf_counter() - self.start > self.limits.seconds
-            if best is not None and (late or smaller.parents == self.mesh.parents):
+            if is_near() or ((best is not None or far) and (late or smaller.parents == self.mesh.parents)):
                 break
             made = self.formulated(v, smaller)
             if ideal_s < 0:
                 ideal_s = self.ideal(v, *made)
                 bound = max(bound_s, ideal_s)
             try:
-                found = self.on(v, smaller, True, made)
+                take(smaller, made, bound / (1 - near))
+            except _Far:
+                far.append(smaller)
             except TimeoutError:
-                if best is None:
+                if best is None and not far:
                     raise
                 break
-            if isinstance(found.answer, Solution):
-                found = replace(found, answer=replace(found.answer, bound_s=min(bound, found.answer.objective_s)))
-            if best is None or _better(found.answer, best.answer):
-                best = found
-            if isinstance(best.answer, Solution) and best.answer.gap <= max(self.limits.gap, NEAR):
-                break
+        while far and not is_near():
+            smaller = far.pop()
+            try:
+                take(smaller, self.formulated(v, smaller), math.inf)
+            except TimeoutError:
+                if best is None and not far:
+                    raise
         assert best is not None
         late = time.perf_counter() - self.start > self.limits.seconds / 2
         if isinstance(best.answer, Solution) and self.limits.gap < best.answer.gap <= FAR and not late:

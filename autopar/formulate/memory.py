@@ -22,6 +22,7 @@ the others keep at least n y - k; what a layer makes again or brings from where 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -38,9 +39,11 @@ from autopar.storage import batch_placements
 
 if TYPE_CHECKING:
     from autopar.formulate.problem import Formulator
+    from autopar.graph import Op
 
 # Bytes per element that drawing random numbers from counters takes on the way, run call by call: 64-bit words (measured: tests/spmd/test_memory.py).
 RANDOM_BYTES = 27.0
+STRETCH = 4096  # variables
 
 
 def rows(f: Formulator, problem: Problem, ideal: bool = False) -> Problem:
@@ -53,10 +56,13 @@ def rows(f: Formulator, problem: Problem, ideal: bool = False) -> Problem:
 
 @dataclass
 class Spans:
-    """plain: variable, first and last position, bytes; copies: variable and bytes by column, where copies of layers hold some."""
+    """plain: variable, first and last position, bytes; copies: variable, bytes and how often by column, where copies of layers hold some."""
 
     plain: list[tuple[int, int, int, float]] = field(default_factory=list)
-    copies: list[tuple[int, np.ndarray]] = field(default_factory=list)
+    copies: list[tuple[int, float, np.ndarray]] = field(default_factory=list)
+
+    def __add__(self, other: Spans) -> Spans:
+        return Spans(self.plain + other.plain, self.copies + other.copies)
 
 
 class Rows:
@@ -88,6 +94,7 @@ class Rows:
         self.pairs: tuple[tuple[int, int], ...] = ()
         self.loose: list[Row] = []
         self.known_sizes: dict[int, dict[int, float]] = {}
+        self.known_often: dict[tuple[int, int, int, int, bool], np.ndarray] = {}
         # What lives in every call, and what in one that reduces gradients; all of them do where there is one micro-batch.
         self.always = self.last_call = Spans()
         if f.setting.micro_batches > 1:
@@ -135,20 +142,19 @@ class Rows:
             self.workspace()
         if f.only is not None:
             self.chains()
-        calls = {"": self.live(self.always)}
+        rows_of = {i: (i, self.again[i]) if i in self.again else (i,) for i, op in enumerate(f.graph.ops) if self.writes(op)}
+        columns = [at for found in rows_of.values() for at in found]
+        calls = {"": self.live(self.always if s.micro_batches == 1 else self.always + self.last_call, columns)}
         if s.micro_batches > 1:
-            calls = {"": calls[""] + self.live(self.last_call), ", accumulating": calls[""]}
+            calls[", accumulating"] = self.live(self.always, columns)
         inside: list[tuple[str, dict[Key, float]]] = []
         outside: list[tuple[str, dict[Key, float]]] = []
         layers = {n for stack in f.q.stacks for copies in (stack.forward, stack.backward) for names in copies for n in names}
-        keys = list(self.index)
-        for i, op in enumerate(f.graph.ops):
-            if any(t is not None and t.name in self.written for t in op.outputs):
-                for said, live in calls.items():
-                    for at in (i, self.again[i]) if i in self.again else (i,):
-                        mine = live[:, at]
-                        terms = {keys[k]: float(mine[k]) for k in np.flatnonzero(mine)}
-                        (inside if op.name in layers else outside).append((f"{op.direction}{said} at {op.name}", _sum(static, terms)))
+        for i, found_at in rows_of.items():
+            op = f.graph.ops[i]
+            for said, live in calls.items():
+                for at in found_at:
+                    (inside if op.name in layers else outside).append((f"{op.direction}{said} at {op.name}", _sum(static, live[at])))
         outside.append(("optimizer step", _sum(static, step)))
         # Those outside of the layers are loose rows too: none is left out for one inside.
         kept = _undominated(outside)
@@ -170,20 +176,39 @@ class Rows:
                 self.add(("x", end.choice, s), size[n], made, made)
                 self.add(("x", end.choice, s), -size[n], made + 1, self.end - 1, grad, grows=True, last_call=True)
 
-    def live(self, spans: Spans) -> np.ndarray:
-        """Bytes by variable and column."""
-        live = np.zeros((len(self.index), self.width))
-        if spans.plain:
-            variable, first, last, size = (np.array(x) for x in zip(*spans.plain, strict=True))
-            np.add.at(live, (variable, first), size)
-            np.add.at(live, (variable, last + 1), -size)
-            live[:, : self.end] = np.round(np.cumsum(live[:, : self.end], axis=1), 3)  # a sum that is over leaves no crumbs
-            live[:, self.end :] = 0.0
-            for i, j in self.again.items():
-                live[:, j] = live[:, i]
-        for variable, nbytes in spans.copies:
-            live[variable] += nbytes
-        return live
+    def writes(self, op: Op) -> bool:
+        return any(t is not None and t.name in self.written for t in op.outputs)
+
+    def live(self, spans: Spans, columns: Sequence[int]) -> dict[int, dict[Key, float]]:
+        """Column -> bytes by variable. A stretch of variables at a time: most of them live at few positions, so of a program with a hundred thousand of
+        them all columns together would be the largest thing that planning holds."""
+        out: dict[int, dict[Key, float]] = {at: {} for at in columns}
+        keys = list(self.index)
+        plain = sorted(spans.plain)
+        copies = sorted(spans.copies, key=lambda c: c[0])
+        i = j = 0
+        for start in range(0, len(keys), STRETCH):
+            stop = min(len(keys), start + STRETCH)
+            live = np.zeros((stop - start, self.width))
+            upto = bisect_left(plain, (stop,))
+            if upto > i:
+                variable, first, last, size = (np.array(x) for x in zip(*plain[i:upto], strict=True))
+                np.add.at(live, (variable - start, first), size)
+                np.add.at(live, (variable - start, last + 1), -size)
+                np.cumsum(live[:, : self.end], axis=1, out=live[:, : self.end])
+                np.round(live, 3, out=live)  # a sum that is over leaves no crumbs
+                live[:, self.end :] = 0.0
+                for at, second in self.again.items():
+                    live[:, second] = live[:, at]
+            i = upto
+            while j < len(copies) and copies[j][0] < stop:
+                variable_of, nbytes, often = copies[j]
+                live[variable_of - start] += nbytes * often
+                j += 1
+            for at in columns:
+                mine = live[:, at]
+                out[at].update((keys[start + k], float(mine[k])) for k in np.flatnonzero(mine))
+        return out
 
     @cached_property
     def members(self) -> dict[int, int]:
@@ -238,6 +263,13 @@ class Rows:
         if times == 1 or middle is None:
             spans.plain.append((k, first, last, nbytes))
             return
+        spans.copies.append((k, nbytes, self.often(middle, times, first, last, grows)))
+
+    def often(self, middle: int, times: int, first: int, last: int, grows: bool) -> np.ndarray:
+        """By column: how many of a tensor's copies are alive."""
+        what = middle, times, first, last, grows
+        if what in self.known_often:
+            return self.known_often[what]
         own = np.zeros(self.width)
         own[first : last + 1] = 1.0
         for i, j in self.again.items():
@@ -252,8 +284,8 @@ class Rows:
         for i, j in self.again.items():
             others[j] = others[i]
         others[[self.again[i] for i in backward]] = float(grows)
-        live = own + (times - 1) * others
-        spans.copies.append((k, nbytes * live))
+        found = self.known_often[what] = own + (times - 1) * others
+        return found
 
     def value(self, v: int) -> None:
         for tensor in self.f.q.members[self.problem.values[v].name]:
