@@ -19,6 +19,7 @@ from torch import fx, nn
 
 pytree = torch.utils._pytree
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+collectives = torch.ops._c10d_functional  # issued and awaited by separate ops, which a graph can hold
 
 # ---- fake tensors and capture ------------------------------------------------------------------------------------
 

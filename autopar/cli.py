@@ -33,7 +33,9 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from autopar import cli_options
 from autopar.cli_calibrate import calibrate
+from autopar.cli_options import INTERRUPTED, Batch, Computed, Devices, Model, Sequence, built, writable
 from autopar.cli_search import predict, search
 from autopar.errors import AutoparError, MeshError
 from autopar.infeasible import InfeasibleError
@@ -41,8 +43,7 @@ from autopar.memory_wish import NAMES
 from autopar.sizes import parse_bytes
 from autopar.strict_json import short
 
-ERROR, INFEASIBLE, INTERRUPTED = 2, 3, 130
-_alone = False  # whether this process is the command's own: `main` was called, not the app
+ERROR, INFEASIBLE = 2, 3
 
 
 class _Group(TyperGroup):
@@ -72,13 +73,8 @@ app.command()(search)
 app.command()(predict)
 
 PlanFile = Annotated[Path, typer.Argument(metavar="FILE", help="a plan, as `autopar plan -o FILE` wrote it")]
-Model = Annotated[str, typer.Argument(help="a public model, such as llama3-70b, or the path of a config.json")]
-Devices = Annotated[str, typer.Option("--cluster", help="devices: h100:32x8 (nodes x devices a node), or the path of a description")]
-Batch = Annotated[int, typer.Option(min=1, help="sequences in a step, over all devices")]
-Sequence = Annotated[int, typer.Option(min=1, help="tokens in a sequence")]
 Axes = Annotated[str | None, typer.Option("--mesh", help="32x8, or with names: dp=32,tp=8; without it the cluster's nodes x devices")]
 Layers = Annotated[int | None, typer.Option(min=1, help="plan for only so many of the model's layers")]
-Computed = Annotated[str, typer.Option("--precision", help="bf16, fp16 or fp32: what is computed in")]
 Optimizer = Annotated[str, typer.Option(help="whose state memory is planned for: adamw, adamw-fused, adamw8bit, sgd, ...")]
 Accumulation = Annotated[int, typer.Option("--grad-accumulation", min=1, help="micro-batches of a step; --batch is of each")]
 Memory = Annotated[
@@ -104,7 +100,7 @@ def plan(
 ) -> None:  # fmt: skip
     """Plan a training step; needs no device, no weights and no network."""
     if output not in (None, "-"):
-        _writable(Path(str(output)), "--output")
+        writable(Path(str(output)), "The plan", "--output")
     made = _plan(
         "plan", model, cluster, batch, seq, mesh, layers, precision, optimizer, grad_accumulation, memory, offload, layout, time_limit, gap
     )
@@ -167,7 +163,7 @@ def frontier(
     """Plan from the fastest step to the one of least memory, and say what changes between."""
     for path, where in ((plot, "--plot"), (out, "--out")):
         if path is not None:
-            _writable(path, where)
+            writable(path, "The frontier", where)
     if plot is not None and importlib.util.find_spec("plotly") is None:
         raise AutoparError("a plot needs plotly, which is not installed", where="--plot", fix='pip install "autopar[report]"')
     found = _plan(
@@ -223,8 +219,7 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show is no reason to fail
     _heed_interrupts()
-    global _alone
-    _alone = True
+    cli_options.alone = True
     if sys.argv[1:2] != ["calibrate"]:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # no other command needs a device, and CUDA would not survive a fork
     with _little_collecting():
@@ -246,22 +241,21 @@ def _plan(
     def tell(stage: str, seconds: float) -> None:
         console.print(f"{stage}: {seconds:.1f} s", markup=False)
 
-    from autopar import fork, models
+    from autopar import fork
 
     start = time.perf_counter()
-    config = models.config(model)
-    shapes = models.inputs(config, batch, seq)
     with console.status("planning"):
-        does: Callable[..., Any] = getattr(_planning(), verb)
-        built = models.build(config, layers)
-        if _alone:
+        module, shapes = built(model, layers, batch, seq)
+        # Imported when it is needed: it brings the solver with it.
+        does: Callable[..., Any] = getattr(importlib.import_module("autopar.offline"), verb)
+        if cli_options.alone:
             gc.freeze()  # modules stay: nobody looks through them for garbage, not even in the end
         tell("imports and configuration", time.perf_counter() - start)
         options = {k: v for k, v in (("seconds", time_limit), ("gap", gap)) if v is not None}
         return does(
-            built, shapes, cluster, shape,
+            module, shapes, cluster, shape,
             precision=precision, optimizer=optimizer, grad_accumulation=grad_accumulation, layout=layout, memory=budget, offload=offload, options=options or None, progress=tell,
-            fork=_alone and fork.useful(), **asked,
+            fork=cli_options.alone and fork.useful(), **asked,
         )  # fmt: skip
 
 
@@ -286,13 +280,6 @@ def _heed_interrupts() -> None:
     threading.Thread(target=watch, daemon=True).start()
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     signal.signal(signal.SIGINT, end)
-
-
-def _planning() -> Any:
-    """Imported when it is needed: it brings torch's compiler and the solver with it."""
-    planning = importlib.import_module("autopar.offline")
-    importlib.import_module("autopar._torch").import_compiler()
-    return planning
 
 
 @contextlib.contextmanager
@@ -325,14 +312,3 @@ def _mesh(text: str) -> str | dict[str, int]:
     if not axes or len(sizes) < len(axes) or ",".join(f"{n}={s}" for n, s in axes) != text.strip():
         raise MeshError(f"{short(text)!r} is not a mesh", where="--mesh", fix="write sizes such as 32x8, or named axes such as dp=32,tp=8")
     return sizes
-
-
-def _writable(path: Path, where: str) -> None:
-    """Whether a result can be written is found out before minutes are spent on it."""
-    folder = path.parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise AutoparError(
-            f"The {'plan' if where == '--output' else 'frontier'} cannot be written to {short(str(path), 200)}",
-            where=where,
-            fix="name a file in a folder that exists and can be written",
-        )

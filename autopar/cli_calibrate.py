@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -10,8 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from autopar.errors import AutoparError
-from autopar.strict_json import short
+from autopar.cli_options import writable
 
 
 def calibrate(
@@ -20,9 +18,7 @@ def calibrate(
     seconds: Annotated[float, typer.Option(min=1.0, max=3600.0, help="that measuring may take; less is less exact")] = 120.0,
 ) -> None:
     """Measure this machine: products, attention, memory, collectives, copies, files. Under torchrun, the whole mesh."""
-    if out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
-        fix = "name a file in a folder that exists and can be written"
-        raise AutoparError(f"The description cannot be written to {short(str(out), 200)}", where="--out", fix=fix)
+    writable(out, "The description", "--out")
     console = Console(stderr=True, highlight=False)
     began = time.monotonic()
     from autopar.calibrate import calibrate as run

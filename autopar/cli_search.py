@@ -16,23 +16,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from autopar.errors import AutoparError
+from autopar import cli_options
+from autopar.cli_options import INTERRUPTED, Batch, Computed, Devices, Model, Sequence, built, writable
 from autopar.layout import RECOMPUTE, Layout
 from autopar.sizes import parse_bytes
-from autopar.strict_json import short
 
 if TYPE_CHECKING:
     from autopar.search import Progress, Ranked
 
-INTERRUPTED = 130
 TOLD_EVERY_S = 2.0
 
-Model = Annotated[str, typer.Argument(help="a public model, such as llama3-70b, or the path of a config.json")]
-Devices = Annotated[str, typer.Option("--cluster", help="devices: h100:32x8 (nodes x devices a node), or the path of a description")]
-Batch = Annotated[int, typer.Option(min=1, help="sequences in a step, over all devices")]
-Sequence = Annotated[int, typer.Option(min=1, help="tokens in a sequence")]
 How = Annotated[str, typer.Option("--runtime", help="what software runs it: autopar, megatron, megatron-overlap, fsdp")]
-Computed = Annotated[str, typer.Option("--precision", help="bf16, fp16 or fp32: what is computed in")]
 Optimizer = Annotated[str, typer.Option(help="whose state memory is counted: adamw, adamw-fused, adamw8bit, sgd, ...")]
 Layers = Annotated[int | None, typer.Option(min=1, help="only so many of the model's layers")]
 
@@ -54,19 +48,19 @@ def search(
     """Find the fastest layouts: mesh, pipeline, virtual stages, micro-batch, ZeRO, recomputation and offload."""
     for path, where in ((cache, "--cache"), (out, "--out")):
         if path is not None:
-            _writable(path, where)
+            writable(path, "What was found", where)
     budget = None if memory is None else parse_bytes(memory, "--memory")
     screen = _Screen()
     with _interruptible(screen):
         try:
-            built, shapes = _built(model, layers, batch, seq)
+            module, shapes = built(model, layers, batch, seq)
             from autopar.fork import useful
             from autopar.search import search as run
 
             with screen.console.status("searching"):
                 found = run(
-                    built, shapes, cluster, global_batch=batch, top_k=top, runtime=runtime, memory=budget, precision=precision, optimizer=optimizer,
-                    progress=screen.tell, cache=cache, fork=_alone() and useful(),
+                    module, shapes, cluster, global_batch=batch, top_k=top, runtime=runtime, memory=budget, precision=precision, optimizer=optimizer,
+                    progress=screen.tell, cache=cache, fork=cli_options.alone and useful(),
                 )  # fmt: skip
         except KeyboardInterrupt:
             if screen.best:
@@ -104,31 +98,19 @@ def predict(
         tp=tp, cp=cp, pp=pp, virtual=virtual, micro_batch=micro_batch, zero=zero, recompute=recompute, offload=offload,
         sequence_parallel=sequence_parallel,
     )  # fmt: skip
-    built, shapes = _built(model, layers, batch, seq)
+    module, shapes = built(model, layers, batch, seq)
     from autopar.predict import predict as run
 
     console = Console(stderr=True, highlight=False)
     with console.status("predicting"):
         done = run(
-            built, shapes, cluster, layout, global_batch=batch, runtime=runtime, precision=precision, optimizer=optimizer,
+            module, shapes, cluster, layout, global_batch=batch, runtime=runtime, precision=precision, optimizer=optimizer,
             progress=lambda stage, seconds: console.print(f"{stage}: {seconds:.1f} s", markup=False),
         )  # fmt: skip
     typer.echo(done.text())
 
 
 # ---- parts -------------------------------------------------------------------------------------------------------
-
-
-def _built(model: str, layers: int | None, batch: int, seq: int) -> tuple[Any, dict[str, tuple[int, ...]]]:
-    from autopar import models
-
-    config = models.config(model)
-    shapes = models.inputs(config, batch, seq)
-    built = models.build(config, layers)
-    from autopar import _torch
-
-    _torch.import_compiler()
-    return built, shapes
 
 
 class _Screen:
@@ -189,16 +171,3 @@ def _interruptible(screen: _Screen) -> Iterator[None]:
     finally:
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         signal.signal(signal.SIGINT, before)
-
-
-def _alone() -> bool:
-    """Whether this process is the command's own."""
-    from autopar import cli
-
-    return cli._alone
-
-
-def _writable(path: Path, where: str) -> None:
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        fix = "name a file in a folder that exists and can be written"
-        raise AutoparError(f"What was found cannot be written to {short(str(path), 200)}", where=where, fix=fix)

@@ -70,6 +70,12 @@ class Cluster(Model):
     def host_bytes_per_device(self) -> float:
         return self.host_memory_bytes / self.devices_per_node
 
+    def part(self, nodes: int, per_node: int) -> Cluster:
+        """So many nodes, with so many devices of each; a part of a node has its part of the host's memory: the rest belongs to whoever has the others."""
+        host = self.host_memory_bytes * per_node / self.devices_per_node
+        name = f"{self.name.partition(':')[0]}:{nodes}x{per_node}"
+        return self.model_copy(update={"name": name, "nodes": nodes, "devices_per_node": per_node, "host_memory_bytes": host})
+
     def node_of(self, rank: int) -> int:
         return rank // self.devices_per_node
 
@@ -141,11 +147,7 @@ def _named(text: str) -> Cluster:
     if per_node > whole:
         fix = f"give at most {whole}, or describe your nodes in a JSON file: copy clusters/{base}.json"
         raise ClusterError(f"A node of {base} has {whole} devices, not {per_node}", where=text, fix=fix)
-    # A part of a node has its part of the host's memory: the rest belongs to whoever has the other devices.
-    host = found.host_memory_bytes * per_node / whole
-    return found.model_copy(
-        update={"name": f"{base}:{nodes}x{per_node}", "nodes": nodes, "devices_per_node": per_node, "host_memory_bytes": host}
-    )
+    return found.part(nodes, per_node)
 
 
 def _is_file(text: str) -> bool:

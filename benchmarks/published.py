@@ -3,9 +3,10 @@
     python -m benchmarks.published --out benchmarks/results/published.json --plot predicted.html
     python -m benchmarks.published --folder DIR --constants benchmarks/results/published.json      predicts rows it was not fitted to
 
-Rows are CSV files (`benchmarks/data/published/README.md` has the columns); the constants are those of `autopar.predict.fit`. Reported: errors of step times, of rows
-fitted to, of random fifths left out, and of whole sources left out (a framework that was never seen has no slowdown); errors of peak memory, to which nothing is
-fitted; who runs out of memory; and within each sweep how layouts are ranked.
+Rows are CSV files (`benchmarks/data/published/README.md` has the columns); one that cannot be read or priced is listed with the reason and left out. The
+constants are those of `autopar.predict.fit`. Reported: errors of step times, of rows fitted to, of random fifths left out, and of whole sources left
+out (a framework that was never seen has no slowdown); errors of peak memory, to which nothing is fitted; who runs out of memory; and within each
+sweep how layouts are ranked.
 
 --kept: a folder that keeps the solved micro-batches; without it every program is captured and solved anew (about 5 s each on one core).
 """
@@ -22,10 +23,11 @@ from typing import Any
 
 import numpy as np
 
+from autopar.errors import AutoparError
 from autopar.predict.fit import Fit, Run, fit
 from autopar.predict.step import step
 from benchmarks.record import write
-from benchmarks.runs import DATA, Programs, Row, rows
+from benchmarks.runs import DATA, Programs, Row, reason, rows
 
 SWEEP = 8  # rows that ran, at least, of which ranks are said
 TOP = 5
@@ -45,11 +47,8 @@ def main() -> None:
     wanted = set(a.sources.split(",")) if a.sources else {r.source for r in found}
     found = [r for r in found if r.source in wanted]
     programs = Programs(a.kept)
-    start = time.perf_counter()
-    for i, row in enumerate(found):
-        programs.run(row)
-        if i % 25 == 24 or i + 1 == len(found):
-            print(f"{i + 1} of {len(found)} rows, {len(programs.known)} micro-batches, {time.perf_counter() - start:.0f} s", flush=True)
+    found, refused = priced(found, programs)
+    left += refused
     timed = [r for r in found if r.step_s]
     runs = [programs.run(r) for r in timed]
     if a.constants:
@@ -90,10 +89,26 @@ def main() -> None:
             )
     for key in ("peak memory", "out of memory", "ranks"):
         print(f"{key}: {json.dumps(result[key], default=float)}")
-    print(f"not priced: {len(left)} rows")
+    print("\n  ".join([f"not priced: {len(left)} rows", *left]))
     write(a.out, "python -m benchmarks.published", result)
-    if a.plot:
+    if a.plot and timed:
         draw(timed, [x.step_s for x in runs], best, a.plot)
+
+
+def priced(found: Sequence[Row], programs: Programs) -> tuple[list[Row], list[str]]:
+    """Rows that can be priced, and the others with the reason: what a layout cannot do is known only once its micro-batch is solved."""
+    done: list[Row] = []
+    left: list[str] = []
+    start = time.perf_counter()
+    for i, row in enumerate(found):
+        try:
+            programs.run(row).predicted({})
+            done.append(row)
+        except AutoparError as e:
+            left.append(f"{row.place}: {reason(e)}")
+        if i % 25 == 24 or i + 1 == len(found):
+            print(f"{i + 1} of {len(found)} rows, {len(programs.known)} micro-batches, {time.perf_counter() - start:.0f} s", flush=True)
+    return done, left
 
 
 def parts(n: int, folds: int) -> list[list[int]]:

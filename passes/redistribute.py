@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from autopar._torch import collectives
 from autopar.mesh import Mesh
 from autopar.redistribution import Step, union_digits
 
@@ -19,9 +20,8 @@ def run_step(
     x: torch.Tensor, step: Step, mesh: Mesh, coordinate: Callable[[str], torch.Tensor], group: Callable[[tuple[str, ...]], str]
 ) -> torch.Tensor:
     """`x`, local in `step.src`, as the local tensor in `step.dst`."""
-    c10d = torch.ops._c10d_functional
     if step.kind == "all_reduce":
-        return c10d.wait_tensor(c10d.all_reduce(x.contiguous(), step.reduce, group(step.axes)))
+        return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), step.reduce, group(step.axes)))
     digits = union_digits(step.src, step.dst, list(step.axes), mesh)
     assert digits is not None
     flat = [d for dim in digits for d in dim]
@@ -42,14 +42,14 @@ def run_step(
             index = index * mesh.axis_size(a) + coordinate(a)
         return y.index_select(0, index.reshape(1)).reshape(step.dst.local_shape(mesh))
     if step.kind == "reduce_scatter":
-        y = c10d.wait_tensor(c10d.reduce_scatter_tensor(y.contiguous(), step.reduce, width, group(step.axes)))
+        y = collectives.wait_tensor(collectives.reduce_scatter_tensor(y.contiguous(), step.reduce, width, group(step.axes)))
         return y.reshape(step.dst.local_shape(mesh))
     if step.kind == "all_to_all":
-        y = c10d.wait_tensor(c10d.all_to_all_single(y.contiguous(), [1] * width, [1] * width, group(step.axes)))
+        y = collectives.wait_tensor(collectives.all_to_all_single(y.contiguous(), [1] * width, [1] * width, group(step.axes)))
     else:
         if y.dim() == 0:
             y = y.reshape(1)
-        y = c10d.wait_tensor(c10d.all_gather_into_tensor(y, width, group(step.axes)))
+        y = collectives.wait_tensor(collectives.all_gather_into_tensor(y, width, group(step.axes)))
     # Now dim 0 runs over the ranks of the group, i.e. over the "from" digits in mesh order.
     y = y.reshape([mesh.axis_size(a) for a in step.axes] + rest)
     after = [d for d in flat if d[1] != "to"]

@@ -63,7 +63,8 @@ def evaluate(problem: Problem, decision: Decision) -> Price:
     for i, account in enumerate(problem.accounts):
         stages[account.stage] = max(stages[account.stage], accounts[i])
     on = variables_on(problem, decision)
-    rows = tuple(row.constant + sum(k for key, k in row.terms if on(key)) for row in problem.rows)
+    rests = rests_bytes(problem, decision)
+    rows = tuple(row.constant + sum(k * (rests[key[1]] if key[0] == "s" else on(key)) for key, k in row.terms) for row in problem.rows)
     for limit in problem.limits:
         reached = sum(k for key, k in limit.terms if on(key))
         if reached > limit.most + 1e-6 * limit.unit:
@@ -152,8 +153,14 @@ def reach(have: set[int], wanted: set[int], flow: Flow, arcs: frozenset[int]) ->
     return have
 
 
+def rests_bytes(problem: Problem, decision: Decision) -> list[float]:
+    """What a decision makes of `Problem.rests`."""
+    on = variables_on(problem, decision)
+    return [max(0.0, sum(k for key, k in rest if on(key))) for rest in problem.rests]
+
+
 def variables_on(problem: Problem, decision: Decision) -> Callable[[Key], bool]:
-    """Which of the program's variables a decision sets."""
+    """Which of the program's binary variables a decision sets."""
 
     def on(key: Key) -> bool:
         if key[0] == "x":

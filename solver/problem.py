@@ -109,6 +109,7 @@ class Rerun:
 
 # What a memory row adds up. Keys of the program's variables:
 #   ("x", choice, strategy)  ("y", value, fate)  ("e", value, direction, arc)  ("r", rerun, strategy)  ("z", pair, 0): both of it run again
+#   ("s", rest, 0): a sum of bytes of others, or nothing if that is negative
 Key = tuple[str, int, int] | tuple[str, int, int, int]
 
 
@@ -147,6 +148,7 @@ class Problem:
     constant_s: float = 0.0
     forbidden: frozenset[tuple[int, int]] = field(default_factory=frozenset)  # (choice, strategy)
     pairs: tuple[tuple[int, int], ...] = ()  # reruns that hold more memory if both run
+    rests: tuple[tuple[tuple[Key, float], ...], ...] = ()  # of the loose rows: sums of coefficient x variable, in bytes
     loose: tuple[Row, ...] = ()  # rows that hold for fates that are means over layers, whatever fate each has
     limits: tuple[Limit, ...] = ()
     loose_limits: tuple[Limit, ...] = ()

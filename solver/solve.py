@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from ortools.math_opt.python import mathopt
 
-from autopar.solver.evaluate import Price, evaluate, tidy, variables_on
+from autopar.solver.evaluate import Price, evaluate, rests_bytes, tidy, variables_on
 from autopar.solver.model import Options, Program
 from autopar.solver.problem import Decision, Problem
 
@@ -217,7 +217,8 @@ def _run(
     )
     if known is not None:
         on = variables_on(program.problem, known)
-        values = {variables[i]: float(on(key)) for key, i in program.variable.items()}
+        rests = rests_bytes(program.problem, known)
+        values = {variables[i]: rests[key[1]] / 1e9 if key[0] == "s" else float(on(key)) for key, i in program.variable.items()}
         given.solution_hints.append(mathopt.SolutionHint(variable_values=values))
     result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=params, model_params=given)
     reason = result.termination.reason

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar._torch import collectives
 from autopar.calibrate.timing import Clock, Sample
 
 SIZES = tuple(1024 << (2 * i) for i in range(10))  # to 256 MiB
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
 BESIDE_BYTES, AGAIN = 1 << 24, 5
-ops = torch.ops._c10d_functional
 
 
 def groups(ranks: int) -> dist.ProcessGroup:
@@ -84,15 +84,15 @@ def collective(clock: Clock, kind: str, group: dist.ProcessGroup, nbytes: int) -
 
     def call() -> Any:
         if kind == "all_gather":
-            out = ops.all_gather_into_tensor(x, n, name)
+            out = collectives.all_gather_into_tensor(x, n, name)
         elif kind == "reduce_scatter":
-            out = ops.reduce_scatter_tensor(x, "sum", n, name)
+            out = collectives.reduce_scatter_tensor(x, "sum", n, name)
         elif kind == "all_reduce":
-            out = ops.all_reduce(x, "sum", name)
+            out = collectives.all_reduce(x, "sum", name)
         else:
             parts = [whole // n] * n
-            out = ops.all_to_all_single(x, parts, parts, name)
-        return ops.wait_tensor(out)
+            out = collectives.all_to_all_single(x, parts, parts, name)
+        return collectives.wait_tensor(out)
 
     if kind != "send":
         return call
@@ -133,9 +133,9 @@ def contention(clock: Clock) -> tuple[float, ...]:
             torch.mm(a, a)
 
     def both() -> None:
-        issued = ops.all_reduce(x, "sum", group.group_name)
+        issued = collectives.all_reduce(x, "sum", group.group_name)
         work()
-        ops.wait_tensor(issued)
+        collectives.wait_tensor(issued)
 
     found = []
     for _ in range(AGAIN):

@@ -51,7 +51,7 @@ def rows(f: Formulator, problem: Problem, ideal: bool = False) -> Problem:
     r = Rows(f, problem, ideal)
     found = r.rows()
     tight, loose = ((), ()) if ideal else away.limits(r, problem)
-    return replace(problem, rows=found, pairs=r.pairs, loose=tuple(r.loose), limits=tight, loose_limits=loose)
+    return replace(problem, rows=found, pairs=r.pairs, rests=tuple(r.rests), loose=tuple(r.loose), limits=tight, loose_limits=loose)
 
 
 @dataclass
@@ -93,6 +93,7 @@ class Rows:
         self.index: dict[Key, int] = {}
         self.pairs: tuple[tuple[int, int], ...] = ()
         self.loose: list[Row] = []
+        self.rests: dict[tuple[tuple[Key, float], ...], int] = {}
         self.known_sizes: dict[int, dict[int, float]] = {}
         self.known_often: dict[tuple[int, int, int, int, bool], np.ndarray] = {}
         # What lives in every call, and what in one that reduces gradients; all of them do where there is one micro-batch.
@@ -229,13 +230,19 @@ class Rows:
                     out[key] = times * each
                     freed[key[1]] = max(freed[key[1]], times - nbytes / each)
         for v, n in freed.items():
-            if n > 1e-3:
-                forward, sizes = self.problem.values[v].forward, self.sizes(v)
-                places = {fate.node for fate in self.problem.values[v].fates}
-                for end in {*forward.supplies, *forward.demands}:  # it was kept at one of these
-                    for s, node in enumerate(end.nodes):
-                        if node in places:
-                            out["x", end.choice, s] -= n * sizes[node]
+            forward, sizes = self.problem.values[v].forward, self.sizes(v)
+            rest = {key: out.pop(key) for key in [key for key in out if key[:2] == ("y", v)]}
+            if n <= 1e-3:
+                out.update(rest)
+                continue
+            places = {fate.node for fate in self.problem.values[v].fates}
+            for end in dict.fromkeys((*forward.supplies, *forward.demands)):  # it was kept at one of these
+                for s, node in enumerate(end.nodes):
+                    if node in places:
+                        rest["x", end.choice, s] = rest.get(("x", end.choice, s), 0.0) - n * sizes[node]
+            # Not kept at all, it has freed nothing that others hold.
+            which = self.rests.setdefault(tuple(sorted(rest.items())), len(self.rests))
+            out["s", which, 0] = 1.0
         return out
 
     @cached_property

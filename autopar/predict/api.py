@@ -21,7 +21,7 @@ from autopar.layout import Layout
 from autopar.offline import Task, task
 from autopar.planning import Step
 from autopar.predict.pieces import Piece, pieces
-from autopar.predict.prediction import Prediction, prediction
+from autopar.predict.prediction import Prediction
 from autopar.predict.runtime import Runtime
 from autopar.predict.step import step
 from autopar.solver.solve import Limits
@@ -71,9 +71,12 @@ def priced(
     p = Precision.of(precision)
     dtype = str(p.param).removeprefix("torch.") if p.param is not None else "float32"
     device = cluster.device
-    return prediction(
-        done, model, cluster.name, cluster.size, layout, runtime.name, global_batch, tokens, device.usable_bytes, device.peak(dtype)
-    )
+    return Prediction(
+        model=model, cluster=cluster.name, devices=cluster.size, layout=layout, runtime=runtime.name,
+        global_batch=global_batch, micro_batches=done.micro_batches, tokens=global_batch * tokens,
+        step_time_s=done.step_time_s, parts_s=done.parts_s, memory_bytes=done.peak_bytes, usable_bytes=device.usable_bytes, layers=done.layers,
+        peak_flops=device.peak(dtype), model_flops=done.model_flops, square_flops=done.square_flops,
+    )  # fmt: skip
 
 
 def micro_batch(

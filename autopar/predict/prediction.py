@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.layout import Layout
-from autopar.predict.step import Step
 
 # What counts as the model's work, as shares of which utilisation is given. Recomputation never counts.
 CONVENTIONS = ("causal", "square")
@@ -76,12 +75,3 @@ class Prediction:
         return "\n".join(lines)
 
     __str__ = text
-
-
-def prediction(
-    step: Step, model: str, cluster: str, devices: int, layout: Layout, runtime: str, global_batch: int, sequence_tokens: int, usable_bytes: float, peak: float
-) -> Prediction:  # fmt: skip
-    return Prediction(
-        model, cluster, devices, layout, runtime, global_batch, step.micro_batches, global_batch * sequence_tokens, step.step_time_s, step.parts_s,
-        step.peak_bytes, usable_bytes, step.layers, peak, step.model_flops, step.square_flops,
-    )  # fmt: skip

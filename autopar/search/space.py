@@ -155,10 +155,7 @@ def part(cluster: Cluster, devices: int) -> Cluster:
     if devices == cluster.size:
         return cluster
     node = cluster.devices_per_node
-    per_node, nodes = (node, devices // node) if devices % node == 0 else (devices, 1)
-    name = f"{cluster.name.partition(':')[0]}:{nodes}x{per_node}"
-    host = cluster.host_memory_bytes * per_node / node
-    return cluster.model_copy(update={"name": name, "nodes": nodes, "devices_per_node": per_node, "host_memory_bytes": host})
+    return cluster.part(devices // node, node) if devices % node == 0 else cluster.part(1, devices)
 
 
 def _powers(most: int) -> list[int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from autopar._torch import collectives
 from autopar.graph import Op
 from autopar.mesh import Mesh
 from autopar.placement import Placement
@@ -74,5 +75,4 @@ class Local:
         axes = tuple(a for a in axes if self.mesh.axis_size(a) > 1)
         if not axes:
             return x
-        c10d = torch.ops._c10d_functional
-        return c10d.wait_tensor(c10d.all_reduce(x.contiguous(), op, self.group(axes)))
+        return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), op, self.group(axes)))

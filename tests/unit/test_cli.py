@@ -229,9 +229,9 @@ def test_a_process_of_its_own_collects_little_garbage() -> None:
     """But one that it is called in keeps its ways, and has no forked child."""
     code = (
         "import atexit, gc\n"
-        "from autopar import cli\n"
+        "from autopar import cli, cli_options\n"
         "def look():\n"
-        "    print(gc.isenabled(), gc.get_threshold()[0], gc.get_freeze_count(), cli._alone)\n"
+        "    print(gc.isenabled(), gc.get_threshold()[0], gc.get_freeze_count(), cli_options.alone)\n"
         "cli.app.command('look')(look)\n"
         "cli.app(['look'], standalone_mode=False)\n"
         "atexit.register(lambda: print(gc.get_freeze_count() > 1000))\n"
