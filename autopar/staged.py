@@ -31,7 +31,7 @@ from autopar.mesh import Mesh
 from autopar.rules import lookup
 from autopar.rules.grammar import Rule
 from autopar.solver.fold import Folded
-from autopar.solver.frontier import Relaxation, Relaxed
+from autopar.solver.frontier import EXACT, Relaxation, Relaxed
 from autopar.solver.problem import Problem
 from autopar.solver.prune import prune
 from autopar.solver.shrink import Shrunk, shrink
@@ -336,6 +336,18 @@ class Stages:
         f, problem = self.formulated(v, self.mesh, room_s=known - ideal_s, trim=lambda p: prune(p, ideal_s, known))
         if sum(len(flow.arcs) for value in problem.values for flow in (value.forward, value.backward) if flow) > TOO_MANY:
             return best
+        try:
+            relaxed = Relaxation(problem.loosened).at(problem.budget_bytes, self.left)
+        except TimeoutError:
+            return best
+        if relaxed is None:  # nothing is better
+            return replace(best, answer=replace(best.answer, bound_s=known))
+        bound_s = max(bound_s, min(known, relaxed.tangent.at_s))
+        best = replace(best, answer=replace(best.answer, bound_s=bound_s))
+        if best.answer.gap <= self.limits.gap:
+            return best
+        worse = {which for which, more_s in relaxed.dearer_s.items() if relaxed.tangent.at_s + more_s > known * (1 + EXACT)}
+        problem = replace(problem, forbidden=problem.forbidden | worse)
         for share in SHARES:
             began = time.perf_counter()
             try:

@@ -152,11 +152,13 @@ class Tangent:
 
 @dataclass(frozen=True)
 class Relaxed:
-    """An optimum with every variable continuous. shares: of every fate; strategies: of every choice the one with the largest share."""
+    """An optimum with every variable continuous. shares: of every fate; strategies: of every choice the one with the largest share; dearer_s: by choice
+    and strategy, what an answer with that strategy takes more than this optimum, at least."""
 
     tangent: Tangent
     shares: dict[Key, float]
     strategies: tuple[int, ...]
+    dearer_s: dict[tuple[int, int], float]
 
 
 class Relaxation:
@@ -187,7 +189,10 @@ class Relaxation:
         at_s = program.true_bound(result.termination.objective_bounds.dual_bound) / 1e3 + self.problem.constant_s
         values = [found[v] for v in self.model.variables()]
         shares = {key: values[i] for key, i in program.variable.items() if key[0] == "y"}
-        return Relaxed(Tangent(budget_bytes, at_s, slope), shares, program.decision(values)[0].strategies)
+        reduced = result.reduced_costs()
+        costs = [reduced[v] for v in self.model.variables()]
+        dearer_s = {(key[1], key[2]): max(0.0, program.true_bound(costs[i]) / 1e3) for key, i in program.variable.items() if key[0] == "x"}
+        return Relaxed(Tangent(budget_bytes, at_s, slope), shares, program.decision(values)[0].strategies, dearer_s)
 
 
 class Floor:

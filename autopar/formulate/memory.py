@@ -15,8 +15,8 @@ suffices. In backward kept bytes shrink and gradients grow as g falls: there is 
 
 Loose rows. Fates stand for all layers of a segment; where layers may each have their own, a fate between 0 and 1 is their mean, and a row holds for it
 only as far as it does not depend on whose fate it is. Outside of the layers it does not. In the last two layers, of a tensor that k of the n have freed
-the others keep at least n y - k; what a layer makes again or brings from where it is kept may be nothing. So much is a bound for any fates
-(`autopar.staged`).
+the others keep at least n y - k, and at least nothing; what a layer makes again or brings from where it is kept may be nothing. Of what layers hand on one
+fewer is needed than layers run again: the first reads what comes from outside. So much is a bound for any fates (`autopar.staged`).
 """
 
 from __future__ import annotations
@@ -162,8 +162,9 @@ class Rows:
         found = [*kept, *_undominated(inside, kept)]
         if f.only is None and not self.ideal:
             last = {n for stack in f.q.stacks for copies in (stack.forward, stack.backward) for names in copies[-2:] for n in names}
-            loosened = [(name, self.loosened(terms)) for name, terms in inside if name.rpartition(" ")[2] in last]
-            self.loose = [Row(name, 0.0, tuple(sorted(terms.items()))) for name, terms in [*kept, *_undominated(loosened, kept)]]
+            rest = _undominated([(name, self.loosened(terms, False)) for name, terms in kept])
+            deep = [(name, self.loosened(terms, True)) for name, terms in inside if name.rpartition(" ")[2] in last]
+            self.loose = [Row(name, 0.0, tuple(sorted(terms.items()))) for name, terms in [*rest, *_undominated(deep, rest)]]
         return tuple(Row(name, 0.0, tuple(sorted(terms.items()))) for name, terms in found)
 
     def accumulated(self, grad: str, times: int) -> None:
@@ -216,11 +217,17 @@ class Rows:
         """Value -> how many tensors of the program it is."""
         return {v: sum(self.f.q.tensor_times[t] for t in self.f.q.members[value.name]) for v, value in enumerate(self.problem.values)}
 
-    def loosened(self, terms: dict[Key, float]) -> dict[Key, float]:
-        """What a row of the last layers says of fates that are means over all layers. (Of others it says little.)"""
+    def loosened(self, terms: dict[Key, float], inside: bool) -> dict[Key, float]:
+        """What a row outside of the layers, or of the last ones (inside), says of fates that are means over all layers. (Of others it says little.)"""
         out: dict[Key, float] = defaultdict(float)
-        freed: dict[int, float] = defaultdict(float)  # value -> of how many layers it is gone
-        for key, nbytes in terms.items():
+        freed: dict[int, float] = defaultdict(float)  # value -> of how many layers it is gone, or need not be kept
+        gone: dict[int, float] = {}
+        for key in terms:
+            if key[0] == "y" and key[1] in self.handed_on:
+                freed[key[1]] = 1.0
+        if not inside:
+            out.update(terms)
+        for key, nbytes in terms.items() if inside else ():
             if key[0] == "x" or (key[0] == "e" and (key[2] == 0 or key[1] in self.same_for_all_layers)):
                 out[key] += nbytes
             elif key[0] == "y":
@@ -228,11 +235,13 @@ class Rows:
                 times, each = self.members[key[1]], self.sizes(key[1])[fate.node]
                 if fate.medium == DEVICE and nbytes > (times - 2.001) * each:
                     out[key] = times * each
-                    freed[key[1]] = max(freed[key[1]], times - nbytes / each)
+                    gone[key[1]] = max(gone.get(key[1], 0.0), times - nbytes / each)
+        for v, n in gone.items():
+            freed[v] += n
         for v, n in freed.items():
             forward, sizes = self.problem.values[v].forward, self.sizes(v)
             rest = {key: out.pop(key) for key in [key for key in out if key[:2] == ("y", v)]}
-            if n <= 1e-3:
+            if n <= 1e-3 or not rest:
                 out.update(rest)
                 continue
             places = {fate.node for fate in self.problem.values[v].fates}
@@ -244,6 +253,14 @@ class Rows:
             which = self.rests.setdefault(tuple(sorted(rest.items())), len(self.rests))
             out["s", which, 0] = 1.0
         return out
+
+    @cached_property
+    def handed_on(self) -> set[int]:
+        """Values that layers hand on to the next. What runs again in the first layer reads what comes from outside instead, so of them one fewer is
+        needed than layers run again."""
+        f, value_of = self.f, self.f.names.value_of
+        tensors = (t for op in f.graph.ops if op.direction == "forward" for t in op.outputs if t is not None and f.leaves_its_copy(op, t))
+        return {value_of[f.q.group[t.name]] for t in tensors if f.q.group[t.name] in value_of}
 
     @cached_property
     def same_for_all_layers(self) -> set[int]:

@@ -36,10 +36,11 @@ from autopar.mesh import Mesh
 from autopar.rules import lookup
 from autopar.solver.evaluate import Price, evaluate, tidy
 from autopar.solver.fold import Folded, fold, folded
+from autopar.solver.frontier import Relaxation
 from autopar.solver.model import Options, Program
 from autopar.solver.problem import BACKWARD, DEVICE, FORWARD, NONE, Decision, End, Key, Problem, Times, Value
 from autopar.solver.shrink import Shrunk, shrink
-from autopar.solver.solve import Infeasible, Limits, smallest
+from autopar.solver.solve import Infeasible, Limits, Solution, smallest, solve
 from autopar.staged import WORTH, Stages
 
 MESH = Mesh.of({"dp": 2})
@@ -702,3 +703,31 @@ def test_segments_hold_what_the_whole_holds(cut: tuple[int, ...]) -> None:
 def program(seed: int) -> tuple[Folded, Cluster]:
     g = random.Random(seed)
     return fold(captured(g)), random_cluster(g)
+
+
+@pytest.mark.parametrize("cut", [(1, 3, 1), (3, 2), (4, 1), (1, 1, 1, 1, 1)])
+def test_loose_rows_allow_what_segments_do(cut: tuple[int, ...]) -> None:
+    """No answer with fates of their own for each segment is faster than the loose rows allow, at any budget; and the rows do say something."""
+    checked = Counter[str]()
+    for seed in range(30, 42):
+        f, cluster = program(seed)
+        deep = [s.name for s, n in zip(f.stacks, f.copies, strict=True) if n == sum(cut)]
+        if len(deep) != 1:
+            continue
+        uncut = formulator(quotient(shrink(f)), cluster, Setting(frozenset(f.graph.params)))
+        whole_problem, _ = uncut.run()
+        others = frozenset((c, s) for c, choice in enumerate(whole_problem.choices) for s in range(1, len(choice.labels)))
+        loose = Relaxation(replace(whole_problem, forbidden=others).loosened)
+        fastest = loose.at(math.inf)
+        only = [0] * len(uncut.choices)
+        problem, _ = formulator(quotient(shrink(f, {deep[0]: cut})), cluster, uncut.setting, only).run()
+        found = smallest(problem, gap=1e-6)
+        assert found is not None and fastest is not None
+        for share in (1.0, 1.02, 1.05, 1.1, 1.2, 1.5):
+            answer = solve(replace(problem, budget_bytes=share * found[0] * (1 + 1e-9)), Limits(gap=1e-6))
+            allowed = loose.at(share * found[0] * (1 + 1e-9))
+            assert isinstance(answer, Solution) and allowed is not None, (seed, share)
+            assert allowed.tangent.at_s <= answer.objective_s * (1 + 1e-6), (seed, share)
+            checked["binds"] += allowed.tangent.at_s > fastest.tangent.at_s * (1 + 1e-4)
+            checked["all"] += 1
+    assert checked["all"] >= 12 and checked["binds"] >= 2, checked

@@ -45,8 +45,8 @@ EXACT = Limits(gap=1e-9, seconds=60)
 
 @pytest.mark.parametrize("block", range(4))
 def test_the_frontier_of_a_program_is_brute_force_s(block: int) -> None:
-    """Every point of it and no other; and lines under few relaxations are under all of it."""
-    sizes = []
+    """Every point of it and no other; lines under few relaxations are under all of it; and no answer is faster than a relaxation says of its strategies."""
+    sizes, dear = [], 0
     for seed in range(10 * block, 10 * block + 10):
         problem = replace(random_problem(seed), budget_bytes=math.inf)
         prices = [evaluate(problem, d) for d in decisions(problem)]
@@ -61,10 +61,17 @@ def test_the_frontier_of_a_program_is_brute_force_s(block: int) -> None:
             continue
         floor, relaxation = Floor(), Relaxation(problem)
         for budget in (math.inf, expected[0].peak_bytes, expected[-1].peak_bytes):
-            floor.add(budget, relaxation.at(budget))
+            found_there = relaxation.at(budget)
+            floor.add(budget, found_there)
+            assert found_there is not None
+            for d, p in zip(decisions(problem), prices, strict=True):
+                if not p.unmet and max(p.row_bytes) <= budget:
+                    dearer_s = max(found_there.dearer_s[c, s] for c, s in enumerate(d.strategies))
+                    assert found_there.tangent.at_s + dearer_s <= p.objective_s * (1 + 1e-6), seed
+                    dear += dearer_s > 1e-3 * p.objective_s
         for a in expected:
             assert floor.bound_s(a.peak_bytes) <= a.time_s * (1 + 1e-6), seed
-    assert max(sizes) >= 4
+    assert max(sizes) >= 4 and dear > 0
 
 
 def test_few_points_of_a_program_are_spread() -> None:
