@@ -16,7 +16,7 @@ import torch
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, MeshError
 from autopar.explain import explain_graph
-from autopar.formulate.problem import Setting
+from autopar.formulate.setting import Setting
 from autopar.frontier import frontier_graph
 from autopar.graph import DTYPE_BYTES, Tensor
 from autopar.layout import Layout

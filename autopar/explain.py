@@ -17,7 +17,8 @@ from autopar.cluster import Cluster
 from autopar.errors import AutoparError, MeshError
 from autopar.formulate.apply import apply
 from autopar.formulate.layouts import by_role, forbidden
-from autopar.formulate.problem import Names, Setting
+from autopar.formulate.names import Names
+from autopar.formulate.setting import Setting
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.plan import Plan

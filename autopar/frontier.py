@@ -18,7 +18,7 @@ from typing import Any
 from autopar.budgets import Budgets
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
-from autopar.formulate.problem import Setting
+from autopar.formulate.setting import Setting
 from autopar.graph import Graph, Op
 from autopar.layout import Layout
 from autopar.plan import OFFLOAD, Plan

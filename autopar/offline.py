@@ -23,7 +23,7 @@ from autopar.describe import describe
 from autopar.errors import AutoparError, CaptureError, MeshError
 from autopar.explain import Explanation, explain_graph
 from autopar.fork import both
-from autopar.formulate.problem import Setting
+from autopar.formulate.setting import Setting
 from autopar.frontier import Frontier, frontier_graph
 from autopar.graph import Graph
 from autopar.layout import Layout

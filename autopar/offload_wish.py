@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
-from autopar.formulate.problem import Setting
+from autopar.formulate.setting import Setting
 from autopar.solver.problem import HOST, NVME
 
 _HOW = 'use "host", "nvme", "host,nvme" or False; to run it on disk autopar.Offload(host=True, nvme="/local/disk")'

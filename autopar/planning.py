@@ -14,7 +14,8 @@ from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.formulate.apply import apply, blocking
 from autopar.formulate.layouts import by_role, forbidden
-from autopar.formulate.problem import Names, Setting
+from autopar.formulate.names import Names
+from autopar.formulate.setting import Setting
 from autopar.graph import Graph
 from autopar.infeasible import InfeasibleError
 from autopar.layout import Layout

@@ -27,7 +27,7 @@ from torch import fx
 
 from autopar.cost import Cost
 from autopar.describe import dtype_name
-from autopar.formulate.problem import Setting, optimizer_s
+from autopar.formulate.setting import Setting, optimizer_s
 from autopar.graph import Graph, Op, Tensor
 from autopar.mesh import Mesh
 from autopar.passes import local

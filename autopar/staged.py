@@ -25,8 +25,10 @@ from autopar.cost import Cost
 from autopar.cost.fusion import fused
 from autopar.cuts import Segments, at_share, last_alone, shares, three, two
 from autopar.formulate.ideal import ideal
-from autopar.formulate.problem import Formulator, Names, Setting
+from autopar.formulate.names import Names
+from autopar.formulate.problem import Formulator
 from autopar.formulate.quotient import Quotient, quotient
+from autopar.formulate.setting import Setting
 from autopar.mesh import Mesh
 from autopar.rules import lookup
 from autopar.rules.grammar import Rule

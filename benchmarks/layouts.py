@@ -90,7 +90,7 @@ def solved(plan: Callable[[], Any]) -> dict[str, Any]:
 
 def case(folded: Any, mesh: str, a: argparse.Namespace) -> dict[str, Any]:
     from autopar.cluster import Cluster
-    from autopar.formulate.problem import Setting
+    from autopar.formulate.setting import Setting
     from autopar.planning import plan_graph
     from autopar.solver.solve import Limits
 

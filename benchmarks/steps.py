@@ -98,7 +98,7 @@ class Case:
 
     def price(self, cluster: Any) -> dict[str, Any]:
         from autopar.cost import Cost
-        from autopar.formulate.problem import Setting
+        from autopar.formulate.setting import Setting
         from autopar.price import price
 
         trainable = frozenset(n for n, p in self.module.named_parameters() if p.requires_grad)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from autopar.formulate.problem import Names, Setting
+from autopar.formulate.names import Names
+from autopar.formulate.setting import Setting
 from autopar.mesh import Mesh
 from autopar.placement import Placement
 from autopar.plan import CollectiveUse, OpChoice, ParamChoice, Plan

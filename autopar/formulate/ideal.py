@@ -13,7 +13,8 @@ from collections import defaultdict
 from dataclasses import replace
 
 from autopar.formulate.memory import rows
-from autopar.formulate.problem import Formulator, optimizer_s
+from autopar.formulate.problem import Formulator
+from autopar.formulate.setting import optimizer_s
 from autopar.solver.problem import Choice, End, Fate, Flow, Problem, Rerun, Value
 
 

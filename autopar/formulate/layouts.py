@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.errors import LayoutError
+from autopar.formulate.names import Names
 from autopar.formulate.options import OpStrategy
-from autopar.formulate.problem import Names
 from autopar.formulate.storage import Storage
 from autopar.graph import Graph, Op
 from autopar.layout import Layout

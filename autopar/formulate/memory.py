@@ -13,10 +13,7 @@ the g - 1 copies before it is whole, and its neighbours' and its own tensors liv
 affine in g, with the sizes kept as the slope. So the peak over g lies at g = 1 or g = M. In forward kept bytes only grow, so g = M
 suffices. In backward kept bytes shrink and gradients grow as g falls: there is a row for either end.
 
-Loose rows. Fates stand for all layers of a segment; where layers may each have their own, a fate between 0 and 1 is their mean, and a row holds for it
-only as far as it does not depend on whose fate it is. Outside of the layers it does not. In the last two layers, of a tensor that k of the n have freed
-the others keep at least n y - k, and at least nothing; what a layer makes again or brings from where it is kept may be nothing. Of what layers hand on one
-fewer is needed than layers run again: the first reads what comes from outside. So much is a bound for any fates (`autopar.staged`).
+The rows that bound plans whose layers have fates of their own: `formulate.loose`.
 """
 
 from __future__ import annotations
@@ -33,6 +30,7 @@ import numpy as np
 
 from autopar.cost.memory import is_view
 from autopar.formulate import away
+from autopar.formulate.loose import Loosen
 from autopar.formulate.stretches import Stretches
 from autopar.solver.problem import DEVICE, Key, Problem, Row
 from autopar.storage import batch_placements
@@ -51,7 +49,7 @@ def rows(f: Formulator, problem: Problem, ideal: bool = False) -> Problem:
     r = Rows(f, problem, ideal)
     found = r.rows()
     tight, loose = ((), ()) if ideal else away.limits(r, problem)
-    return replace(problem, rows=found, pairs=r.pairs, rests=tuple(r.rests), loose=tuple(r.loose), limits=tight, loose_limits=loose)
+    return replace(problem, rows=found, pairs=r.pairs, rests=tuple(r.loosen.rests), loose=tuple(r.loose), limits=tight, loose_limits=loose)
 
 
 @dataclass
@@ -93,7 +91,7 @@ class Rows:
         self.index: dict[Key, int] = {}
         self.pairs: tuple[tuple[int, int], ...] = ()
         self.loose: list[Row] = []
-        self.rests: dict[tuple[tuple[Key, float], ...], int] = {}
+        self.loosen = Loosen(self)
         self.known_sizes: dict[int, dict[int, float]] = {}
         self.known_often: dict[tuple[int, int, int, int, bool], np.ndarray] = {}
         # What lives in every call, and what in one that reduces gradients; all of them do where there is one micro-batch.
@@ -162,9 +160,9 @@ class Rows:
         found = [*kept, *_undominated(inside, kept)]
         if f.only is None and not self.ideal:
             last = {n for stack in f.q.stacks for copies in (stack.forward, stack.backward) for names in copies[-2:] for n in names}
-            rest = _undominated([(name, self.loosened(terms, False)) for name, terms in kept])
-            deep = [(name, self.loosened(terms, True)) for name, terms in inside if name.rpartition(" ")[2] in last]
-            self.loose = [Row(name, 0.0, tuple(sorted(terms.items()))) for name, terms in [*rest, *_undominated(deep, rest)]]
+            outer = _undominated([(name, self.loosen.row(terms, False)) for name, terms in kept])
+            inner = [(name, self.loosen.row(terms, True)) for name, terms in inside if name.rpartition(" ")[2] in last]
+            self.loose = [Row(name, 0.0, tuple(sorted(terms.items()))) for name, terms in [*outer, *_undominated(inner, outer)]]
         return tuple(Row(name, 0.0, tuple(sorted(terms.items()))) for name, terms in found)
 
     def accumulated(self, grad: str, times: int) -> None:
@@ -211,64 +209,6 @@ class Rows:
                 mine = live[:, at]
                 out[at].update((keys[start + k], float(mine[k])) for k in np.flatnonzero(mine))
         return out
-
-    @cached_property
-    def members(self) -> dict[int, int]:
-        """Value -> how many tensors of the program it is."""
-        return {v: sum(self.f.q.tensor_times[t] for t in self.f.q.members[value.name]) for v, value in enumerate(self.problem.values)}
-
-    def loosened(self, terms: dict[Key, float], inside: bool) -> dict[Key, float]:
-        """What a row outside of the layers, or of the last ones (inside), says of fates that are means over all layers. (Of others it says little.)"""
-        out: dict[Key, float] = defaultdict(float)
-        freed: dict[int, float] = defaultdict(float)  # value -> of how many layers it is gone, or need not be kept
-        gone: dict[int, float] = {}
-        for key in terms:
-            if key[0] == "y" and key[1] in self.handed_on:
-                freed[key[1]] = 1.0
-        if not inside:
-            out.update(terms)
-        for key, nbytes in terms.items() if inside else ():
-            if key[0] == "x" or (key[0] == "e" and (key[2] == 0 or key[1] in self.same_for_all_layers)):
-                out[key] += nbytes
-            elif key[0] == "y":
-                fate = self.problem.values[key[1]].fates[key[2]]
-                times, each = self.members[key[1]], self.sizes(key[1])[fate.node]
-                if fate.medium == DEVICE and nbytes > (times - 2.001) * each:
-                    out[key] = times * each
-                    gone[key[1]] = max(gone.get(key[1], 0.0), times - nbytes / each)
-        for v, n in gone.items():
-            freed[v] += n
-        for v, n in freed.items():
-            forward, sizes = self.problem.values[v].forward, self.sizes(v)
-            rest = {key: out.pop(key) for key in [key for key in out if key[:2] == ("y", v)]}
-            if n <= 1e-3 or not rest:
-                out.update(rest)
-                continue
-            places = {fate.node for fate in self.problem.values[v].fates}
-            for end in dict.fromkeys((*forward.supplies, *forward.demands)):  # it was kept at one of these
-                for s, node in enumerate(end.nodes):
-                    if node in places:
-                        rest["x", end.choice, s] = rest.get(("x", end.choice, s), 0.0) - n * sizes[node]
-            # Not kept at all, it has freed nothing that others hold.
-            which = self.rests.setdefault(tuple(sorted(rest.items())), len(self.rests))
-            out["s", which, 0] = 1.0
-        return out
-
-    @cached_property
-    def handed_on(self) -> set[int]:
-        """Values that layers hand on to the next. What runs again in the first layer reads what comes from outside instead, so of them one fewer is
-        needed than layers run again."""
-        f, value_of = self.f, self.f.names.value_of
-        tensors = (t for op in f.graph.ops if op.direction == "forward" for t in op.outputs if t is not None and f.leaves_its_copy(op, t))
-        return {value_of[f.q.group[t.name]] for t in tensors if f.q.group[t.name] in value_of}
-
-    @cached_property
-    def same_for_all_layers(self) -> set[int]:
-        """Values of which backward brings the same whatever is made again: they are not kept, and reruns read them as backward does."""
-        flows = {v: value.backward for v, value in enumerate(self.problem.values) if not value.fates and v not in self.remade}
-        present = {v: {(end.choice, end.nodes) for end in flow.demands} for v, flow in flows.items() if flow is not None}
-        other = {v for r in self.problem.reruns for v, nodes in r.reads if (r.choice, nodes) not in present.get(v, ())}
-        return present.keys() - other
 
     def add(self, key: Key, nbytes: float, first: int, last: int, tensor: str = "", grows: bool = False, last_call: bool = False) -> None:
         """Bytes of `tensor` from position `first` to `last`.

@@ -19,17 +19,17 @@ from functools import cached_property
 from autopar.cost import Cost
 from autopar.cost.inside import inside
 from autopar.cost.memory import base_name, is_view
-from autopar.cost.model import ADAMW_BYTES
 from autopar.formulate.away import fates
-from autopar.formulate.clusters import Clusters, clusters, narrowed
+from autopar.formulate.clusters import clusters, narrowed
 from autopar.formulate.memory import rows
+from autopar.formulate.names import Names, moved
 from autopar.formulate.options import OpStrategy
 from autopar.formulate.quotient import Quotient
-from autopar.formulate.storage import Storage, storages
+from autopar.formulate.setting import Setting, optimizer_s
+from autopar.formulate.storage import storages
 from autopar.graph import DTYPE_BYTES, MUST_RECOMPUTE, MUST_SAVE, Op, Tensor
 from autopar.mesh import Mesh
 from autopar.placement import Placement
-from autopar.redistribution import Step, redistribute
 from autopar.rules.grammar import Rule
 from autopar.rules.strategy import letter_at, right_of
 from autopar.solver.problem import Account, Arc, Choice, End, Fate, Flow, Problem, Rerun, Value
@@ -37,58 +37,6 @@ from autopar.storage import batch_placements
 
 RESOURCES = ("compute", "intra", "inter", "d2h", "h2d", "nvme_write", "nvme_read")
 STAGES = ("forward", "backward", "optimizer")
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a plan depends on besides graph, mesh and costs.
-
-    trainable: parameters with gradients. reduce: dtype gradients are reduced in ("" : their own). Of the optimizer, per parameter element:
-    state_bytes, step_bytes (what lives during its step alone) and traffic_bytes (to and from memory; `autopar.optimizers.KINDS`).
-    master_bytes: bytes of a stored parameter element. micro_batches: calls for one step of the optimizer; gradients are reduced in the last of them,
-    and times are of one call on average. media: where activations may be kept besides the device ("host", "nvme"); host_bytes,
-    nvme_bytes: a device's share of it; least_bytes: what is smaller, on one device, is not worth a copy of its own.
-    fuses: whether memory-bound neighbours become one kernel, as Inductor makes it.
-    counts: whether memory is counted; where any would do, its rows are half of the work.
-    """
-
-    trainable: frozenset[str]
-    reduce: str = ""
-    state_bytes: float = 8.0
-    step_bytes: float = 4.0
-    traffic_bytes: float = ADAMW_BYTES
-    master_bytes: float = 4.0
-    micro_batches: int = 1
-    budget_bytes: float = float("inf")
-    media: tuple[str, ...] = ()
-    host_bytes: float = float("inf")
-    nvme_bytes: float = float("inf")
-    least_bytes: float = 2.0**20
-    fuses: bool = True
-    counts: bool = True
-
-
-@dataclass
-class Names:
-    """What the Problem's indices mean. Operators, parameters and tensors are named by their classes, values by one of their tensors."""
-
-    quotient: Quotient
-    clusters: Clusters
-    mesh: Mesh
-    storage: dict[str, tuple[int, list[Storage]]] = field(default_factory=dict)  # parameter's tensor -> (choice, its options)
-    inputs: int = -1
-    input_options: list[tuple[str, ...]] = field(default_factory=list)  # data axes per option
-    value_of: dict[str, int] = field(default_factory=dict)  # value -> its index
-    nodes: list[list[Placement]] = field(default_factory=list)  # per value
-    reruns: list[tuple[str, int]] = field(default_factory=list)  # class, segment
-    itemsize: dict[str, float] = field(default_factory=dict)  # value -> bytes of an element
-    merged: frozenset[str] = frozenset()  # values whose nodes stand for sizes
-
-    def steps(self, v: int, arc: Arc) -> list[Step]:
-        """The collectives of an arc of value `v`."""
-        found = moved(self.nodes[v][arc.src], self.nodes[v][arc.dst], self.mesh)
-        assert found is not None
-        return found
 
 
 def formulate(q: Quotient, rules: Mapping[str, Rule], mesh: Mesh, cost: Cost, setting: Setting) -> tuple[Problem, Names]:
@@ -520,27 +468,6 @@ class Formulator:
         return out
 
 
-def optimizer_s(cost: Cost, setting: Setting, elements: float) -> float:
-    """A call's share of the optimizer's step on `elements` of parameters."""
-    return cost.optimizer_s(elements, setting.traffic_bytes) / setting.micro_batches
-
-
 def is_mask_tagged(op: Op) -> bool:
     """Whether the user wants a dropout's mask made again. It is drawn from a counter, so of nothing."""
     return base_name(op) == "native_dropout" and op.tag(1) == MUST_RECOMPUTE
-
-
-def moved(src: Placement, dst: Placement, mesh: Mesh) -> list[Step] | None:
-    """The collectives from `src` to `dst`, None if there are none (a Partial cannot be made)."""
-    if any(src.reductions.get(a) != r for a, r in dst.partial):
-        return None
-    if src.shape == dst.shape:
-        return redistribute(src, dst, mesh)
-    if math.prod(src.shape) > math.prod(dst.shape):  # padded storage: gathered, cut, then sliced
-        return redistribute(src, Placement.of(src.shape), mesh) + redistribute(Placement.of(dst.shape), dst, mesh)
-    axes = {s.axis for s in dst.splits}
-    middle = Placement.of(src.shape)
-    for a in sorted(axes):
-        middle = middle.with_axis(a, "sum" if src.reductions.get(a) else None)
-    padded = Placement(dst.shape, (), middle.partial)
-    return redistribute(src, middle, mesh) + redistribute(padded, dst, mesh)

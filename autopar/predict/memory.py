@@ -5,6 +5,7 @@
     made again              under recompute, what one layer makes again, beside what is kept
     turning                 gradients of the two largest activations; behind the layers what the loss needs of every logit, if that is more
     workspace               of libraries
+    fragmented              what the allocator of a pipeline's rank loses, where the runtime says so
 
 Offloaded activations leave a fraction alpha behind, of all but the chunks that are on their way (four: one computed, one leaving, one coming back and one
 ready; Yuan et al., USENIX ATC '24):  A ( 4 + (N - 4) (1 - alpha) ).
@@ -76,13 +77,16 @@ def peak_bytes(
     gathered = 0.0
     if layout.zero == 3:  # the parameters of the layer at work, and of the next
         gathered = 2 * runtime.param_bytes * max((p.params for p in pieces), default=0.0)
-    return {
+    found = {
         "parameters and optimizer": state_bytes(params, layout, runtime, ways) + gathered,
         "activations": peak,
         "made again": again,
         "turning": turning,
         "workspace": runtime.workspace_bytes,
     }
+    if schedule.ranks > 1 and runtime.fragmented:
+        found["fragmented"] = runtime.fragmented * (peak + again + turning)
+    return found
 
 
 def _turning_bytes(p: Piece, layout: Layout, runtime: Runtime) -> float:

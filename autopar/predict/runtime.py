@@ -12,6 +12,7 @@ accumulated_bytes  moved per element of a weight's gradient by the product that 
                    added to one in single precision
 grad_bytes, reduce_bytes, param_bytes, master_bytes, moment_bytes    of an element of a gradient, of
                    what is reduced, of a compute copy, of what the optimizer steps, of its moments
+fragmented         in a pipeline, of what is not state: so much more the allocator takes, where forwards and backwards of several micro-batches take turns
 workspace_bytes    of libraries, besides the tensors of a step (what the driver and communicators hold is the device's reserve)
 """
 
@@ -42,6 +43,7 @@ class Runtime:
     param_bytes: float = 2.0
     master_bytes: float = 4.0
     moment_bytes: float = 8.0
+    fragmented: float = 0.0
     workspace_bytes: float = 0.5e9
 
     @staticmethod

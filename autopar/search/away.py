@@ -44,10 +44,11 @@ def fractions(
             continue
         if not allowed:
             return None
-        moves = here["activations"] - peak_bytes(rank, schedule, stages, all_away, runtime, ways)["activations"]
+        there = peak_bytes(rank, schedule, stages, all_away, runtime, ways)
+        moves, saves = here["activations"] - there["activations"], sum(here.values()) - sum(there.values())
         if moves <= 0:
             return None
-        alpha = math.ceil(short / moves * STEPS * (1 - 1e-12)) / STEPS
+        alpha = math.ceil(short / saves * STEPS * (1 - 1e-12)) / STEPS
         chunks = [stages[rank + c * schedule.ranks] for c in range(schedule.chunks)]
         if alpha > min(most(stage, layout, halves, runtime, cluster) for stage in chunks) or alpha * moves > cluster.host_bytes_per_device:
             return None

@@ -26,7 +26,7 @@ from autopar.cluster import Cluster
 from autopar.cost import Cost
 from autopar.cost.fusion import fused
 from autopar.describe import describe
-from autopar.formulate.problem import Setting
+from autopar.formulate.setting import Setting
 from autopar.formulate.stretches import stretch_of
 from autopar.graph import DTYPE_BYTES, Graph
 from autopar.layout import Layout

@@ -9,7 +9,7 @@ import torch
 
 from autopar.cost import Cost
 from autopar.cost.fusion import fused
-from autopar.formulate.problem import Setting
+from autopar.formulate.setting import Setting
 from autopar.mesh import Mesh
 from autopar.passes.manager import overlap
 from autopar.planning import plan_graph

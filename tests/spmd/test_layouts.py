@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from autopar.formulate.problem import Setting
+from autopar.formulate.setting import Setting
 from autopar.layout import Layout
 from autopar.plan import Plan
 from autopar.planning import Planned, plan_graph

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 
-from autopar.formulate.problem import Setting
+from autopar.formulate.setting import Setting
 from autopar.infeasible import InfeasibleError
 from autopar.lower import lower
 from autopar.offload import OffloadSettings, close_store, open_store

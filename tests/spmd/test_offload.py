@@ -21,7 +21,7 @@ import torch
 from autopar.cluster import Cluster
 from autopar.cost import Cost
 from autopar.cost.fusion import fused
-from autopar.formulate.problem import Setting
+from autopar.formulate.setting import Setting
 from autopar.mesh import Mesh
 from autopar.offload import OffloadSettings, close_store, find_store, open_store
 from autopar.passes.manager import overlap

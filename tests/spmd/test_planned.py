@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from autopar.cluster import Cluster
-from autopar.formulate.problem import Setting
+from autopar.formulate.setting import Setting
 from autopar.infeasible import InfeasibleError
 from autopar.plan import CollectiveUse
 from autopar.planning import Planned, plan_graph

@@ -17,7 +17,7 @@ import pytest
 
 from autopar.cost import Cost
 from autopar.cost.fusion import fused
-from autopar.formulate.problem import Setting
+from autopar.formulate.setting import Setting
 from autopar.infeasible import InfeasibleError
 from autopar.mesh import Mesh
 from autopar.passes.manager import overlap

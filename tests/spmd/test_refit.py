@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autopar import offline
-from autopar.formulate.problem import Setting
+from autopar.formulate.setting import Setting
 from autopar.plan import Plan
 from autopar.plan_schema import canonical, dumps, loads
 from autopar.planning import plan_graph

@@ -19,7 +19,7 @@ import transformers
 from autopar.capture import Call, capture
 from autopar.cluster import Cluster
 from autopar.describe import describe
-from autopar.formulate.problem import Setting
+from autopar.formulate.setting import Setting
 from autopar.graph import Graph
 from autopar.plan import ParamChoice, Plan
 from autopar.planning import plan_graph

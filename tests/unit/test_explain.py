@@ -8,7 +8,7 @@ import pytest
 
 from autopar.errors import AutoparError, MeshError
 from autopar.explain import Explanation, explain_graph
-from autopar.formulate.problem import Setting
+from autopar.formulate.setting import Setting
 from autopar.infeasible import InfeasibleError
 from autopar.plan_text import strategy
 from autopar.planning import plan_graph

@@ -13,7 +13,7 @@ import pytest
 
 from autopar.cluster import Cluster
 from autopar.cost.compute import HEAVY
-from autopar.formulate.problem import Setting
+from autopar.formulate.setting import Setting
 from autopar.graph import Op
 from autopar.offload_wish import Offload
 from autopar.plan import Plan

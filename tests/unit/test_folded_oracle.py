@@ -29,8 +29,10 @@ from autopar.cost.fusion import fused
 from autopar.describe import describe
 from autopar.formulate import clusters as together
 from autopar.formulate.memory import rows
-from autopar.formulate.problem import Formulator, Names, Setting
+from autopar.formulate.names import Names
+from autopar.formulate.problem import Formulator
 from autopar.formulate.quotient import Quotient, quotient
+from autopar.formulate.setting import Setting
 from autopar.graph import Graph
 from autopar.mesh import Mesh
 from autopar.rules import lookup

@@ -14,7 +14,7 @@ from autopar.cluster import Cluster
 from autopar.describe import describe
 from autopar.errors import LayoutError
 from autopar.formulate.layouts import Loop, input_loops
-from autopar.formulate.problem import Setting
+from autopar.formulate.setting import Setting
 from autopar.graph import Graph
 from autopar.infeasible import InfeasibleError
 from autopar.layout import Layout

@@ -6,7 +6,7 @@ import pytest
 
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
-from autopar.formulate.problem import Setting
+from autopar.formulate.setting import Setting
 from autopar.offload_wish import Offload
 
 H100, CPU = Cluster.of("h100:8"), Cluster.of("cpu:2")

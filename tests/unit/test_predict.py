@@ -168,6 +168,15 @@ def test_state_by_zero_level(llama: nn.Module, one: tuple[Piece, ...]) -> None:
         assert told - gathered == pytest.approx(each * params(llama)), level
 
 
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_pipelines_allocator_loses_a_share_of_all_but_state(one: tuple[Piece, ...], pp: int) -> None:
+    layout = Layout(pp=pp, recompute="balanced")
+    plain, loses = (priced(one, layout, runtime=replace(BY_HAND, fragmented=share)).peak_bytes for share in (0.0, 0.25))
+    for a, b in zip(plain, loses, strict=True):
+        lost = 0.25 * (a["activations"] + a["made again"] + a["turning"]) if pp > 1 else 0.0
+        assert sum(b.values()) - sum(a.values()) == pytest.approx(lost) and (lost > 0) == (pp > 1)
+
+
 def test_data_parallel_traffic_by_hand() -> None:
     """psi (4 + 2) (D - 1) / D bytes of ZeRO-1 over NVLink, waited for where nothing is overlapped."""
     cluster = Cluster.of("h100:8")

@@ -11,8 +11,10 @@ import pytest
 from autopar.cluster import Cluster
 from autopar.cost import Cost
 from autopar.cost.fusion import fused
-from autopar.formulate.problem import Formulator, Names, Setting
+from autopar.formulate.names import Names
+from autopar.formulate.problem import Formulator
 from autopar.formulate.quotient import quotient
+from autopar.formulate.setting import Setting
 from autopar.mesh import Mesh
 from autopar.rules import lookup
 from autopar.solver.evaluate import evaluate

@@ -20,7 +20,7 @@ from autopar import offline
 from autopar.capture import Call, capture
 from autopar.describe import describe
 from autopar.errors import CaptureError
-from autopar.formulate.problem import Setting
+from autopar.formulate.setting import Setting
 from autopar.graph import Graph, Op
 from autopar.infeasible import InfeasibleError
 from autopar.layout import Layout
