@@ -159,14 +159,36 @@ class Stages:
             spent = time.perf_counter() - start
             answer = Solution(seen.decision, seen.price, seen.bound_s, spent, seen.stopped_by, seen.variables, seen.rows)
             return Found(mesh, problem, f.names, v.shrunk, v.rules, answer)
-        best = self.cut(mesh, seen.decision.strategies, seen.bound_s, None, coarse)
-        if best is None or not isinstance(best.answer, Solution) or (best.answer.gap > self.limits.gap and not coarse):
-            best = self.tight(v, mesh, f, problem, seen.bound_s, best)
+        bound_s = seen.bound_s
+        best = self.cut(mesh, seen.decision.strategies, bound_s, None, coarse)
+        if not coarse and not self.is_enough(best) and 2 * (time.perf_counter() - self.start) < self.limits.seconds:
+            # What is missing may be the bound's: its program was allowed the whole gap.
+            bound_s, best = self.nearer(mesh, problem, seen.decision.strategies, bound_s, best)
+        if best is None or not isinstance(best.answer, Solution) or not (coarse or self.is_enough(best)):
+            best = self.tight(v, mesh, f, problem, bound_s, best)
         if isinstance(best.answer, Solution):
             spent = time.perf_counter() - start
             stopped = "cuts" if best.answer.gap > self.limits.gap and best.answer.stopped_by == "gap" else best.answer.stopped_by
             best = replace(best, answer=replace(best.answer, seconds=spent, stopped_by=stopped, variables=seen.variables, rows=seen.rows))
         return best
+
+    def is_enough(self, best: Found | None) -> bool:
+        return best is not None and isinstance(best.answer, Solution) and best.answer.gap <= self.limits.gap
+
+    def nearer(
+        self, mesh: Mesh, problem: Problem, strategies: Sequence[int], bound_s: float, best: Found | None
+    ) -> tuple[float, Found | None]:
+        """A better bound, and what the strategies that have it allow."""
+        try:
+            seen = look(problem.loosened, problem, replace(self.left, gap=self.limits.gap * SHARES[0]), self.tell)
+        except NoAnswer as e:
+            seen, bound_s = None, max(bound_s, e.bound_s)
+        bound_s = max(bound_s, seen.bound_s) if seen else bound_s
+        if best is not None and isinstance(best.answer, Solution):
+            best = replace(best, answer=replace(best.answer, bound_s=min(bound_s, best.answer.objective_s)))
+        if seen and tuple(seen.decision.strategies) != tuple(strategies) and not self.is_enough(best):
+            best = self.cut(mesh, seen.decision.strategies, bound_s, best, False)
+        return bound_s, best
 
     def tight(self, v: _View, mesh: Mesh, f: Formulator, problem: Problem, bound_s: float, best: Found | None) -> Found:
         """Strategies chosen under all rows, as if layers shared their fates; then the layers cut at these strategies."""

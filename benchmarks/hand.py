@@ -1,0 +1,136 @@
+"""What `autopar.search` finds against what an engineer would write by hand, by the same prices: it should never be worse.
+
+    python -m benchmarks.hand --models llama3-8b,llama3-70b --clusters h100:1x8,h800:32x8
+
+Hand layouts are those of the usual guides, with every micro-batch and every kind of recomputation that fits: DDP; ZeRO-1 and -2; FSDP over all devices and
+within nodes (HSDP); Megatron's tensor parallelism in a node with ZeRO-1; that with pipelines of 2, 4 and 8 stages, with and without virtual ones; context parallelism in a node. None is given
+to the search. Both are priced for the same runtime. `ratio`: the step time of the best by hand, by the search's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import write
+
+SAME = 1e-3  # relative: what is faster by less wins nothing
+MICRO_BATCHES = (1, 2, 4)
+RECOMPUTE = ("none", "balanced", "full")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default="gpt2-xl,llama3-8b,llama3-70b", help="names in autopar.models, comma-separated")
+    parser.add_argument("--clusters", default="h100:1x8,a100:4x8,h800:32x8", help="comma-separated")
+    parser.add_argument("--sequences", type=int, default=4, help="of a step, for each device")
+    parser.add_argument("--tokens", type=int, default=4096, help="of a sequence, fewer where the model has no more positions")
+    parser.add_argument("--runtime", default="megatron-overlap", help="of autopar.predict")
+    parser.add_argument("--cache", type=Path, help="what was solved, kept for the next time")
+    parser.add_argument("--out", type=Path, help="where to write the result (JSON)")
+    return parser.parse_args()
+
+
+def by_hand(node: int, devices: int) -> Iterator[tuple[str, Any]]:
+    """Names and layouts; sizes need not divide."""
+    from autopar.layout import Layout
+
+    plain: list[tuple[str, Layout]] = [("ddp", Layout()), ("zero-1", Layout(zero=1)), ("zero-2", Layout(zero=2)), ("fsdp", Layout(zero=3))]
+    if devices > node:
+        plain.append(("hsdp", Layout(zero=3, shard_ways=node)))
+    for tp in (2, 4, node):
+        plain.append((f"tp {tp}", Layout(tp=tp, zero=1)))
+        for pp, virtual in itertools.product((2, 4, 8), (1, 2, 5)):
+            plain.append((f"tp {tp} pp {pp} virtual {virtual}", Layout(tp=tp, pp=pp, virtual=virtual, zero=1)))
+    plain += [(f"pp {pp}", Layout(pp=pp, zero=1)) for pp in (2, 4, 8)]
+    plain.append((f"cp {node}", Layout(cp=node, zero=3)))
+    for (name, layout), size, recompute in itertools.product(plain, MICRO_BATCHES, RECOMPUTE):
+        yield f"{name}, micro-batch {size}, recompute {recompute}", replace(layout, micro_batch=size, recompute=recompute)
+
+
+def case(model: str, where: str, a: argparse.Namespace) -> dict[str, Any]:
+    import autopar
+    from autopar import models
+    from autopar.cluster import Cluster
+    from autopar.errors import LayoutError
+    from autopar.infeasible import InfeasibleError
+    from autopar.predict.api import priced
+    from autopar.predict.runtime import Runtime
+    from autopar.search.cache import Cache
+    from autopar.search.solved import Micros
+    from benchmarks.layouts import positions
+
+    config, cluster, how = models.config(model), Cluster.of(where), Runtime.of(a.runtime)
+    tokens, batch = positions(model, a.tokens), a.sequences * cluster.size
+    made, inputs = models.build(config), models.inputs(config, 1, tokens)
+    run: dict[str, Any] = {"model": model, "cluster": where, "batch": batch, "tokens": tokens, "by hand": None, "search": None}
+    start = time.perf_counter()
+    try:
+        best = autopar.search(made, inputs, cluster, global_batch=batch, top_k=1, runtime=how, cache=a.cache)[0]
+        run["search"] = {"layout": str(best.layout), "step_time_s": best.prediction.step_time_s, "peak_bytes": best.prediction.peak_bytes}
+    except InfeasibleError:
+        pass
+    run["search_s"] = time.perf_counter() - start
+    micros = Micros(made, inputs, cluster, how, None, "bfloat16", Cache(a.cache))
+    fits = tried = 0
+    for name, layout in by_hand(cluster.devices_per_node, cluster.size):
+        share = (layout.micro_batch, layout.tp, layout.cp, layout.sequence_parallel)
+        try:
+            layout.replicas(cluster.size)
+            if share not in micros.solved:
+                micros.solve([share])
+            found = micros.solved[share]
+            if found is None:
+                continue
+            told = priced(found, model, cluster, layout, how, batch, tokens, "bfloat16", "adamw")
+        except LayoutError:  # sizes do not divide
+            continue
+        tried += 1
+        if not told.fits:
+            continue
+        fits += 1
+        if run["by hand"] is None or told.step_time_s < run["by hand"]["step_time_s"]:
+            run["by hand"] = {"layout": name, "step_time_s": told.step_time_s, "peak_bytes": told.peak_bytes}
+    return {**run, "tried": tried, "fit": fits, **verdict(run)}
+
+
+def verdict(run: dict[str, Any]) -> dict[str, Any]:
+    """Whether the search wins, or is worse."""
+    hand, mine = run["by hand"], run["search"]
+    if hand is None or mine is None:
+        return {"ratio": None, "wins": mine is not None, "worse": hand is not None}
+    ratio = hand["step_time_s"] / mine["step_time_s"]
+    return {"ratio": ratio, "wins": ratio > 1 + SAME, "worse": ratio < 1 - 1e-9}
+
+
+def said(run: dict[str, Any]) -> str:
+    def one(x: dict[str, Any] | None) -> str:
+        return "does not fit" if x is None else f"{x['step_time_s']:.3f} s, {x['layout']}"
+
+    ratio = "" if run["ratio"] is None else f"   {run['ratio']:.3f}"
+    return (
+        f"{run['model']} on {run['cluster']}, batch {run['batch']} of {run['tokens']}{ratio}{'  WORSE' if run['worse'] else ''}\n"
+        f"  by hand  {one(run['by hand'])}   ({run['fit']} of {run['tried']} layouts fit)\n  search   {one(run['search'])}   ({run['search_s']:.0f} s)"
+    )
+
+
+def main() -> None:
+    a = parse()
+    runs = []
+    for model, where in itertools.product(a.models.split(","), a.clusters.split(",")):
+        runs.append(case(model, where, a))
+        print(said(runs[-1]), flush=True)
+    both = [r for r in runs if r["ratio"] is not None]
+    summary = {"cases": len(runs), "wins": sum(r["wins"] for r in runs), "worse": sum(r["worse"] for r in runs),
+               "largest ratio": max((r["ratio"] for r in both), default=None)}  # fmt: skip
+    print(summary)
+    write(a.out, "python -m benchmarks.hand", {"summary": summary, "runs": runs})
+
+
+if __name__ == "__main__":
+    main()
