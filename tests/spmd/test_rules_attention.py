@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from ops import MismatchError, call, check
 
+import autopar.kernels.attention  # noqa: F401  (registers the operators)
 from autopar import rules
 from autopar.mesh import Mesh
 from autopar.passes import local
