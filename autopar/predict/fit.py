@@ -147,8 +147,13 @@ def _moved(name: str, start: float, theta: float) -> float:
     return odds / (1 + odds)
 
 
-def fit(runs: Sequence[Run], held: Mapping[str, float] | None = None, progress: Callable[[int, float], None] | None = None) -> Fit:
-    """held: constants that are not fitted, with their values. progress: called with each round and the mean of |log error| before it.
+def fit(
+    runs: Sequence[Run],
+    held: Mapping[str, float] | None = None,
+    progress: Callable[[int, float], None] | None = None,
+    believed: Mapping[str, float] | None = None,
+) -> Fit:
+    """believed: where constants start; default what the runs' clusters and runtimes have. Those must not come from the same runs, else these count twice. held: constants that are not fitted, with their values. progress: called with each round and the mean of |log error| before it.
 
     Raises AutoparError without runs, or where a measured time is not positive.
     """
@@ -157,7 +162,8 @@ def fit(runs: Sequence[Run], held: Mapping[str, float] | None = None, progress: 
     if any(not r.step_s > 0 for r in runs):
         raise AutoparError("a measured step takes no time", where="Cluster.fit", fix="give seconds of a step")
     held = dict(held or {})
-    first = {**start(runs), **held}
+    first = start(runs)
+    first |= {n: v for n, v in (believed or {}).items() if n in first} | held
     free = [n for n in first if n not in held]
     spread = np.array([next(s for k, s in SPREAD.items() if n == k or (n.startswith(k + " ") and n not in SPREAD)) for n in free])
     measured = np.log([r.step_s for r in runs])
