@@ -11,6 +11,7 @@ joint graph. Bitwise.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import fx
@@ -141,27 +142,27 @@ def _backward(
         new.meta = {"val": n.meta["val"], "direction": "backward"}
         env[n] = new
 
-    def bring(n: fx.Node) -> None:
-        todo = [n]  # no recursion: a chain may be as long as the model is deep
+    order = {n: i for i, n in enumerate(nodes)}
+
+    def bring(wanted: Iterable[fx.Node]) -> None:
+        """All that is missing of `wanted`, in the order of forward: what the plan's memory rows count is in that order."""
+        missing: dict[fx.Node, None] = {}
+        todo = [n for n in wanted if n not in env]
         while todo:
-            n = todo[-1]
-            missing = [] if n in env else [a for a in n.all_input_nodes if a not in env]
-            todo += reversed(missing)
-            if not missing:
-                if n not in env:
-                    assert n in again or n.op == "get_attr", n
-                    env[n] = _copy(graph, n, env)
-                todo.pop()
+            n = todo.pop()
+            if n not in missing:
+                missing[n] = None
+                todo += (a for a in n.all_input_nodes if a not in env)
+        for n in sorted(missing, key=order.__getitem__):
+            assert n in again or n.op == "get_attr", n
+            env[n] = _copy(graph, n, env)
 
     needed = _closure([n for n in results if isinstance(n, fx.Node)])
     for n in nodes:
         if n in is_backward and n in needed:
-            for a in n.all_input_nodes:
-                bring(a)
+            bring(n.all_input_nodes)
             env[n] = _copy(graph, n, env)
-    for n in results:
-        if isinstance(n, fx.Node):
-            bring(n)
+    bring(n for n in results if isinstance(n, fx.Node))
     graph.output(tuple(env[n] if isinstance(n, fx.Node) else None for n in results))
     return _module(gm, graph)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
-from autopar.solver.problem import BACKWARD, FORWARD, NONE, Decision, Flow, Key, Problem
+from autopar.solver.problem import BACKWARD, FORWARD, NONE, Decision, Flow, Key, Member, Problem
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,21 @@ def rests_bytes(problem: Problem, decision: Decision) -> list[float]:
     return [max(0.0, sum(k for key, k in rest if on(key))) for rest in problem.rests]
 
 
+def happening(problem: Problem, rerun: Collection[int]) -> list[bool]:
+    """Which of the events happen."""
+    found: list[bool] = []
+
+    def does(member: Member) -> bool:
+        return member[1] in rerun if member[0] == "r" else found[member[1]]
+
+    for e in problem.events:
+        found.append(all(map(does, e.every)) and (not e.one or any(map(does, e.one))) and not any(map(does, e.no)))
+    return found
+
+
 def variables_on(problem: Problem, decision: Decision) -> Callable[[Key], bool]:
     """Which of the program's binary variables a decision sets."""
+    happened = happening(problem, decision.rerun)
 
     def on(key: Key) -> bool:
         if key[0] == "x":
@@ -171,7 +184,7 @@ def variables_on(problem: Problem, decision: Decision) -> Callable[[Key], bool]:
             assert len(key) == 4
             return key[3] in decision.arcs.get((key[1], key[2]), frozenset())
         if key[0] == "z":
-            return all(i in decision.rerun for i in problem.pairs[key[1]])
+            return happened[key[1]]
         return key[1] in decision.rerun and decision.strategies[problem.reruns[key[1]].choice] == key[2]
 
     return on

@@ -39,7 +39,7 @@ from dataclasses import dataclass
 import numpy as np
 from ortools.math_opt import model_pb2
 
-from autopar.solver.problem import BACKWARD, FORWARD, NONE, Decision, Flow, Key, Problem
+from autopar.solver.problem import BACKWARD, FORWARD, NONE, Decision, Event, Flow, Key, Member, Problem
 
 TIE = 1e-5
 
@@ -98,6 +98,28 @@ class Program:
                 self.columns.append(column)
                 self.coefficients.append(merged[column])
 
+    def event(self, k: int, event: Event) -> None:
+        """Its variable, 1 if it happens and else 0 wherever what it follows from is 0 or 1."""
+        self.variable["z", k, 0] = z = self.add(0.0, 1.0)
+
+        def terms(members: Iterable[Member], k: float) -> list[tuple[int, float]]:
+            return [(v, k) for m in members for v in self.of_member(m)]
+
+        for m in event.every:
+            self.constrain("event", 0.0, np.inf, [(z, -1.0), *terms([m], 1.0)])
+        for m in event.no:
+            self.constrain("event", -np.inf, 1.0, [(z, 1.0), *terms([m], 1.0)])
+        if event.one:
+            self.constrain("event", 0.0, np.inf, [(z, -1.0), *terms(event.one, 1.0)])
+        for needed in [(*event.every, m) for m in event.one] or [event.every]:
+            self.constrain("event", 1.0 - len(needed), np.inf, [(z, 1.0), *terms(needed, -1.0), *terms(event.no, 1.0)])
+
+    def of_member(self, member: Member) -> list[int]:
+        kind, i = member
+        if kind == "z":
+            return [self.variable["z", i, 0]]
+        return [self.variable["r", i, s] for s in range(len(self.problem.choices[self.problem.reruns[i].choice].labels))]
+
     def _build(self) -> None:
         p, o = self.problem, self.options
         self.time: dict[int, list[tuple[int, float]]] = defaultdict(list)  # account -> terms
@@ -116,10 +138,8 @@ class Program:
                 self.charge(v, rerun.times[s])
                 self.cost[v] = TIE * 1e3 * sum(rerun.times[s].values())
                 self.constrain("rerun", -np.inf, 0.0, [(v, 1.0), (self.variable["x", rerun.choice, s], -1.0)])
-        for k, pair in enumerate(p.pairs):
-            self.variable["z", k, 0] = z = self.add(0.0, 1.0)
-            both = [(self.variable["r", i, s], -1.0) for i in pair for s in range(len(p.choices[p.reruns[i].choice].labels))]
-            self.constrain("pair", -1.0, np.inf, [(z, 1.0), *both])
+        for k, event in enumerate(p.events):
+            self.event(k, event)
         for i, value in enumerate(p.values):
             for k, fate in enumerate(value.fates):
                 allowed = o.kept is None or k in o.kept.get(i, frozenset())

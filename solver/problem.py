@@ -108,9 +108,21 @@ class Rerun:
 
 
 # What a memory row adds up. Keys of the program's variables:
-#   ("x", choice, strategy)  ("y", value, fate)  ("e", value, direction, arc)  ("r", rerun, strategy)  ("z", pair, 0): both of it run again
+#   ("x", choice, strategy)  ("y", value, fate)  ("e", value, direction, arc)  ("r", rerun, strategy)  ("z", event, 0)
 #   ("s", rest, 0): a sum of bytes of others, or nothing if that is negative
 Key = tuple[str, int, int] | tuple[str, int, int, int]
+
+
+Member = tuple[str, int]  # ("r", rerun): it runs again; ("z", event)
+
+
+@dataclass(frozen=True)
+class Event:
+    """All of `every` happen, one of `one` does if there are any, and none of `no`. Events among them are earlier ones."""
+
+    every: tuple[Member, ...]
+    one: tuple[Member, ...] = ()
+    no: tuple[Member, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -147,7 +159,7 @@ class Problem:
     budget_bytes: float = float("inf")
     constant_s: float = 0.0
     forbidden: frozenset[tuple[int, int]] = field(default_factory=frozenset)  # (choice, strategy)
-    pairs: tuple[tuple[int, int], ...] = ()  # reruns that hold more memory if both run
+    events: tuple[Event, ...] = ()  # of what runs again: `autopar.formulate.chains`
     rests: tuple[tuple[tuple[Key, float], ...], ...] = ()  # of the loose rows: sums of coefficient x variable, in bytes
     loose: tuple[Row, ...] = ()  # rows that hold for fates that are means over layers, whatever fate each has
     limits: tuple[Limit, ...] = ()

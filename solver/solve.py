@@ -243,6 +243,17 @@ def _explain(problem: Problem, limits: Limits, start: float) -> Infeasible:
     return Infeasible(rows[worst] - problem.budget_bytes, rows[worst], problem.rows[worst].name, decision.strategies)
 
 
+def _all_again(program: Program, variables: list[mathopt.Variable]) -> list[mathopt.SolutionHint]:
+    """That everything is made again, where strategies are no question: near the smallest peak, and soon looked at."""
+    p = program.problem
+    if any(len(c.labels) > 1 for c in p.choices):
+        return []
+    made = {v for r in p.reruns for v, _ in r.makes}
+    again = {i: 1.0 for key, i in program.variable.items() if key[0] == "r"}
+    again |= {i: 0.0 for key, i in program.variable.items() if key[0] == "y" and key[1] in made}
+    return [mathopt.SolutionHint(variable_values={variables[i]: x for i, x in again.items()})]
+
+
 def _smallest(problem: Problem, limits: Limits, start: float, gap: float, within_s: float = float("inf")) -> Decision | None:
     """What exceeds the budget by the least; None where demands cannot be met."""
     program = Program(problem, Options(fates="binary", elastic=True))
@@ -254,6 +265,7 @@ def _smallest(problem: Problem, limits: Limits, start: float, gap: float, within
         model,
         mathopt.SolverType.HIGHS,
         params=mathopt.SolveParameters(time_limit=datetime.timedelta(seconds=left), relative_gap_tolerance=gap),
+        model_params=mathopt.ModelSolveParameters(solution_hints=_all_again(program, list(model.variables()))),
     )
     reason = result.termination.reason
     if reason not in (mathopt.TerminationReason.OPTIMAL, mathopt.TerminationReason.FEASIBLE):

@@ -2,7 +2,8 @@
 
 Throughout: parameters and optimizer state as stored, buffers, this device's part of the batch.
 Transient: what a position's own direction made and still reads, at the placement it was made in, and versions brought elsewhere from first to
-last use. Kept: from where it is made to its last use in backward, by what runs again too. Made again: from first to last use in backward.
+last use. Kept: from where it is made to its last use in backward, by what runs again too. Made again: from first to last use in backward, and, where strategies are
+fixed, from when what reads it runs again (`chains`).
 Gathered parameters live from a stretch before their use, unreduced gradients to a stretch after they are made (`stretches`). Under gradient
 accumulation every unreduced gradient has a buffer that is there in forward too; in the last micro-batch backward trades it for the reduced
 gradient, in those before it keeps it: there are rows for both. Tensors that fused kernels never write are not counted. Rows whose terms
@@ -30,6 +31,7 @@ import numpy as np
 
 from autopar.cost.memory import is_view
 from autopar.formulate import away
+from autopar.formulate.chains import Chains
 from autopar.formulate.loose import Loosen
 from autopar.formulate.stretches import Stretches
 from autopar.solver.problem import DEVICE, Key, Problem, Row
@@ -49,7 +51,15 @@ def rows(f: Formulator, problem: Problem, ideal: bool = False) -> Problem:
     r = Rows(f, problem, ideal)
     found = r.rows()
     tight, loose = ((), ()) if ideal else away.limits(r, problem)
-    return replace(problem, rows=found, pairs=r.pairs, rests=tuple(r.loosen.rests), loose=tuple(r.loose), limits=tight, loose_limits=loose)
+    return replace(
+        problem,
+        rows=found,
+        events=tuple(r.chains.events.known) if r.chains else (),
+        rests=tuple(r.loosen.rests),
+        loose=tuple(r.loose),
+        limits=tight,
+        loose_limits=loose,
+    )
 
 
 @dataclass
@@ -87,15 +97,21 @@ class Rows:
                     self.middle.append(([self.position[n] for n in forward], [self.position[n] for n in backward]))
         # Column i is position i; from `end` + 1 on, positions of backward in middle copies a second time, for the last of M to run.
         self.again = {i: self.end + 1 + k for k, i in enumerate(i for _, backward in self.middle for i in backward)}
-        self.width = self.end + 1 + len(self.again)
+        self.positions = {column: i for i, column in self.again.items()}
+        self.chains = Chains(self) if f.only is not None else None
+        # Columns of what lives before a position of backward runs, of those for which something may be made again.
+        wanted = sorted(self.chains.at) if self.chains else []
+        columns = [at for p in wanted for at in ((p, self.again[p]) if p in self.again else (p,))]
+        self.before = {at: self.end + 1 + len(self.again) + k for k, at in enumerate(columns)}
+        self.width = self.end + 1 + len(self.again) + len(self.before)
         self.index: dict[Key, int] = {}
-        self.pairs: tuple[tuple[int, int], ...] = ()
         self.loose: list[Row] = []
         self.loosen = Loosen(self)
         self.known_sizes: dict[int, dict[int, float]] = {}
         self.known_often: dict[tuple[int, int, int, int, bool], np.ndarray] = {}
         # What lives in every call, and what in one that reduces gradients; all of them do where there is one micro-batch.
         self.always = self.last_call = Spans()
+        self.chained = Spans()
         if f.setting.micro_batches > 1:
             self.last_call = Spans()
 
@@ -139,13 +155,15 @@ class Rows:
             self.value(v)
         if f.cost.fused is None and not self.ideal:
             self.workspace()
-        if f.only is not None:
-            self.chains()
+        for key, nbytes, first, last in self.chains.stand() if self.chains else ():
+            self.chained.plain.append((self.index.setdefault(key, len(self.index)), first, last, nbytes))
         rows_of = {i: (i, self.again[i]) if i in self.again else (i,) for i, op in enumerate(f.graph.ops) if self.writes(op)}
         columns = [at for found in rows_of.values() for at in found]
-        calls = {"": self.live(self.always if s.micro_batches == 1 else self.always + self.last_call, columns)}
+        spans = {"": self.always if s.micro_batches == 1 else self.always + self.last_call}
         if s.micro_batches > 1:
-            calls[", accumulating"] = self.live(self.always, columns)
+            spans[", accumulating"] = self.always
+        calls = {said: self.live(mine + self.chained, columns) for said, mine in spans.items()}
+        before = {said: self.live(mine, list(self.before.values())) for said, mine in spans.items()}
         inside: list[tuple[str, dict[Key, float]]] = []
         outside: list[tuple[str, dict[Key, float]]] = []
         layers = {n for stack in f.q.stacks for copies in (stack.forward, stack.backward) for names in copies for n in names}
@@ -154,6 +172,16 @@ class Rows:
             for said, live in calls.items():
                 for at in found_at:
                     (inside if op.name in layers else outside).append((f"{op.direction}{said} at {op.name}", _sum(static, live[at])))
+        shared: dict[
+            str, tuple[dict[Key, float], dict[Key, float]]
+        ] = {}  # rows of calls: what they have in common with others, and what not
+        bases = {(said, at): _sum(static, live[column]) for said, live in before.items() for at, column in self.before.items()}
+        for i, op, during in self.chains.calls() if self.chains else ():
+            for said in spans:
+                for at in (i, self.again[i]) if i in self.again else (i,):
+                    name = f"backward{said}, {op.name} again{', last' * (at != i)}, at {f.graph.ops[i].name}"
+                    shared[name] = bases[said, at], during
+                    (inside if op.name in layers else outside).append((name, _sum(bases[said, at], during)))
         outside.append(("optimizer step", _sum(static, step)))
         # Those outside of the layers are loose rows too: none is left out for one inside.
         kept = _undominated(outside)
@@ -163,7 +191,13 @@ class Rows:
             outer = _undominated([(name, self.loosen.row(terms, False)) for name, terms in kept])
             inner = [(name, self.loosen.row(terms, True)) for name, terms in inside if name.rpartition(" ")[2] in last]
             self.loose = [Row(name, 0.0, tuple(sorted(terms.items()))) for name, terms in [*outer, *_undominated(inner, outer)]]
+        found = [(name, self.by_base(*shared[name]) if name in shared else terms) for name, terms in found]
         return tuple(Row(name, 0.0, tuple(sorted(terms.items()))) for name, terms in found)
+
+    def by_base(self, base: dict[Key, float], more: dict[Key, float]) -> dict[Key, float]:
+        """Of one position there are many rows of calls that differ by little: what is in all of them is added up once."""
+        rests = self.loosen.rests
+        return _sum({("s", rests.setdefault(tuple(sorted(base.items())), len(rests)), 0): 1.0}, more)
 
     def accumulated(self, grad: str, times: int) -> None:
         """The buffers of a gradient's `times` copies in front of its reduction. Adding to one, the old and the new one live."""
@@ -200,6 +234,11 @@ class Rows:
                 live[:, self.end :] = 0.0
                 for at, second in self.again.items():
                     live[:, second] = live[:, at]
+                if self.before:
+                    starts = np.zeros((stop - start, self.end + 1))
+                    np.add.at(starts, (variable - start, first), size)
+                    for at, column in self.before.items():
+                        live[:, column] = live[:, at] - starts[:, self.first_of(at)]
             i = upto
             while j < len(copies) and copies[j][0] < stop:
                 variable_of, nbytes, often = copies[j]
@@ -229,6 +268,10 @@ class Rows:
             return
         spans.copies.append((k, nbytes, self.often(middle, times, first, last, grows)))
 
+    def first_of(self, column: int) -> int:
+        """The position that a column is of."""
+        return column if column <= self.end else self.positions[column]
+
     def often(self, middle: int, times: int, first: int, last: int, grows: bool) -> np.ndarray:
         """By column: how many of a tensor's copies are alive."""
         what = middle, times, first, last, grows
@@ -238,6 +281,8 @@ class Rows:
         own[first : last + 1] = 1.0
         for i, j in self.again.items():
             own[j] = own[i]
+        for i, j in self.before.items():
+            own[j] = own[i] * (self.first_of(i) != first)
         # This one is the nearest to whatever position it is; the others of the times are there whole, or not yet, or no more.
         forward, backward = self.middle[middle]
         others = np.zeros(self.width)
@@ -248,6 +293,8 @@ class Rows:
         for i, j in self.again.items():
             others[j] = others[i]
         others[[self.again[i] for i in backward]] = float(grows)
+        for i, j in self.before.items():
+            others[j] = others[i]
         found = self.known_often[what] = own + (times - 1) * others
         return found
 
@@ -313,36 +360,8 @@ class Rows:
                     nbytes = RANDOM_BYTES * t.numel * (made[0].share(self.mesh) if made[0] is not None else 1.0)
                     at = self.position[op.name]
                     self.add(("x", c, s), nbytes, at, at)
-                    if again is not None and op.name in self.earliest:
+                    if again is not None and op.name in self.earliest and self.chains is None:
                         self.add(("r", again, s), nbytes, self.earliest[op.name], self.earliest[op.name])
-
-    def chains(self) -> None:
-        """What is made again for something that is made again lives from when that one is needed: earlier than where backward itself reads it.
-
-        It is needed at the earliest where backward first needs something that follows from it in its layer.
-        """
-        f, ops = self.f, {op.name: op for op in self.f.graph.ops}
-        which = {key: i for i, key in enumerate(f.names.reruns)}
-        earliest = self.earliest
-        pairs: dict[tuple[int, int], int] = {}
-        for op in f.graph.ops:
-            mine = which.get((f.q.rep[op.name], f.q.segment[op.name]))
-            if op.direction != "forward" or mine is None:
-                continue
-            for t in (t for t in op.outputs if t is not None and t.name in self.written):
-                wire = f.wires[f.q.group[t.name]]
-                (place,) = {n for end in wire.supplies[0] for n in end.nodes} if len(wire.supplies[0]) == 1 else (None,)
-                direct = min(self.users(t.name, "backward"), default=None)
-                for reader in (ops[name] for name in self.readers_through_views(t.name)):
-                    theirs = which.get((f.q.rep[reader.name], f.q.segment[reader.name]))
-                    first = earliest.get(reader.name)
-                    if place is None or theirs is None or first is None or theirs == mine or (direct is not None and direct <= first):
-                        continue
-                    p = list(wire.nodes)[place]
-                    nbytes = wire.nbytes * p.share(self.mesh)
-                    k = pairs.setdefault((mine, theirs), len(pairs))
-                    self.add(("z", k, 0), nbytes, first, first if direct is None else direct - 1)
-        self.pairs = tuple(pairs)
 
     @cached_property
     def earliest(self) -> dict[str, int]:
@@ -358,6 +377,14 @@ class Rows:
                 if at:
                     found[op.name] = min(at)
         return found
+
+    def workspace_of(self, op: Op) -> float:
+        """What `op`, of whose cluster one strategy is left, makes on the way where it is run by itself."""
+        f = self.f
+        if f.cost.fused is not None or self.ideal or f.rules[op.name].kind != "random" or op.outputs[0] is None:
+            return 0.0
+        (made,) = f.cl.made[f.q.rep[op.name]]
+        return RANDOM_BYTES * op.outputs[0].numel * (made[0].share(self.mesh) if made[0] is not None else 1.0)
 
     def made(self, tensor: str) -> int:
         return self.position.get(tensor if tensor in self.position else tensor.split(".")[0], -1)
@@ -436,9 +463,14 @@ def _undominated(
 ) -> list[tuple[str, dict[Key, float]]]:
     """Rows that no other row, nor any of `given`, covers term by term."""
     rows = sorted(rows, key=lambda r: -len(r[1]))
+    often: dict[Key, int] = defaultdict(int)
+    for _, terms in (*given, *rows):
+        for key in terms:
+            often[key] += 1
     kept: list[tuple[str, dict[Key, float]]] = []
     for name, terms in rows:
-        if not any(_covers(big, terms) for _, big in (*given, *kept)):
+        rarest = dict(sorted(terms.items(), key=lambda term: often[term[0]]))  # what few rows have tells soonest that one does not cover it
+        if not any(_covers(big, rarest) for _, big in (*given, *kept)):
             kept.append((name, terms))
     return kept
 

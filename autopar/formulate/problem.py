@@ -319,10 +319,12 @@ class Formulator:
     # ---- values --------------------------------------------------------------------------------------------------
 
     def leaves_its_copy(self, op: Op, t: Tensor) -> bool:
-        """Whether forward reads `t`, made in a copy of a layer, outside of that copy."""
-        home = None if is_view(op, self.rules[op.name]) else self.copy_of.get(op.name)
+        """Whether forward reads `t`, made in a copy of a layer, outside of that copy; or in one, and a product made it outside of layers."""
+        home = self.copy_of.get(op.name)
+        if is_view(op, self.rules[op.name]) or (home is None and t.name not in self.follows_from_products):
+            return False
         todo, seen = [t.name], {t.name}
-        while todo and home is not None:
+        while todo:
             for r in self.readers.get(todo.pop(), ()):
                 if r.direction == "forward":
                     if self.copy_of.get(r.name) != home:
@@ -331,6 +333,15 @@ class Formulator:
                         seen.add(r.outputs[0].name)
                         todo.append(r.outputs[0].name)
         return False
+
+    @cached_property
+    def follows_from_products(self) -> set[str]:
+        """What forward makes of a product's or an attention's result."""
+        found: set[str] = set()
+        for op in self.graph.ops:
+            if op.direction == "forward" and (self.rules[op.name].is_heavy or any(t.name in found for t in op.inputs)):
+                found |= {t.name for t in op.outputs if t is not None}
+        return found
 
     @cached_property
     def needed_again(self) -> set[str]:
@@ -343,8 +354,8 @@ class Formulator:
         return found
 
     def makes_again(self, op: Op, i: int) -> bool:
-        """Whether a rerun of `op` supplies its output `i`. What a layer hands on is kept or not needed: made again, it would take
-        the layers before it with it, all of whose results would then live at once."""
+        """Whether a rerun of `op` supplies its output `i`. What a layer hands on is kept or not needed, and so is what layers get of products outside of them: made
+        again, it would take what is before it with it, all of whose results would then live at once."""
         t = op.outputs[i]
         return t is not None and op.tag(i) != MUST_SAVE and not self.leaves_its_copy(op, t)
 
