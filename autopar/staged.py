@@ -161,19 +161,16 @@ class Stages:
             return Found(mesh, problem, f.names, v.shrunk, v.rules, answer)
         bound_s = seen.bound_s
         best = self.cut(mesh, seen.decision.strategies, bound_s, None, coarse)
-        if not coarse and not self.is_enough(best) and 2 * (time.perf_counter() - self.start) < self.limits.seconds:
+        if not coarse and not _is_within(best, self.limits.gap) and 2 * (time.perf_counter() - self.start) < self.limits.seconds:
             # What is missing may be the bound's: its program was allowed the whole gap.
             bound_s, best = self.nearer(mesh, problem, seen.decision.strategies, bound_s, best)
-        if best is None or not isinstance(best.answer, Solution) or not (coarse or self.is_enough(best)):
+        if best is None or not isinstance(best.answer, Solution) or not (coarse or _is_within(best, self.limits.gap)):
             best = self.tight(v, mesh, f, problem, bound_s, best)
         if isinstance(best.answer, Solution):
             spent = time.perf_counter() - start
             stopped = "cuts" if best.answer.gap > self.limits.gap and best.answer.stopped_by == "gap" else best.answer.stopped_by
             best = replace(best, answer=replace(best.answer, seconds=spent, stopped_by=stopped, variables=seen.variables, rows=seen.rows))
         return best
-
-    def is_enough(self, best: Found | None) -> bool:
-        return best is not None and isinstance(best.answer, Solution) and best.answer.gap <= self.limits.gap
 
     def nearer(
         self, mesh: Mesh, problem: Problem, strategies: Sequence[int], bound_s: float, best: Found | None
@@ -186,7 +183,7 @@ class Stages:
         bound_s = max(bound_s, seen.bound_s) if seen else bound_s
         if best is not None and isinstance(best.answer, Solution):
             best = replace(best, answer=replace(best.answer, bound_s=min(bound_s, best.answer.objective_s)))
-        if seen and tuple(seen.decision.strategies) != tuple(strategies) and not self.is_enough(best):
+        if seen and tuple(seen.decision.strategies) != tuple(strategies) and not _is_within(best, self.limits.gap):
             best = self.cut(mesh, seen.decision.strategies, bound_s, best, False)
         return bound_s, best
 
@@ -250,10 +247,8 @@ class Stages:
             return looked[key]
 
         def good() -> bool:
-            if best is None or not isinstance(best.answer, Solution):
-                return False
             late = time.perf_counter() - self.start > self.limits.seconds / 2
-            return best.answer.gap <= (max(WORTH, self.limits.gap) if late else WORTH)
+            return _is_within(best, max(WORTH, self.limits.gap) if late else WORTH)
 
         cuts, limit_s = self.guided(*uncut[1:], n_of)
         for segments in cuts:
@@ -297,10 +292,8 @@ class Stages:
         ideal_s = bound = -1.0
         best: Found | None = None
         near = max(self.limits.gap, NEAR)
-        far: list[Mesh] = []  # what they have is not near to the bound: looked for only if the others have nothing better
-
-        def is_near() -> bool:
-            return best is not None and isinstance(best.answer, Solution) and best.answer.gap <= near
+        # What they have is not near to the bound: looked for only if the others have nothing better.
+        far: list[tuple[Mesh, tuple[Formulator, Problem]]] = []
 
         def take(smaller: Mesh, made: tuple[Formulator, Problem], far_s: float) -> None:
             nonlocal best
@@ -312,7 +305,7 @@ class Stages:
 
         for smaller in merged(self.mesh):
             late = time.perf_counter() - self.start > self.limits.seconds
-            if is_near() or ((best is not None or far) and (late or smaller.parents == self.mesh.parents)):
+            if _is_within(best, near) or ((best is not None or far) and (late or smaller.parents == self.mesh.parents)):
                 break
             made = self.formulated(v, smaller)
             if ideal_s < 0:
@@ -321,15 +314,14 @@ class Stages:
             try:
                 take(smaller, made, bound / (1 - near))
             except _Far:
-                far.append(smaller)
+                far.append((smaller, made))
             except TimeoutError:
                 if best is None and not far:
                     raise
                 break
-        while far and not is_near():
-            smaller = far.pop()
+        while far and not _is_within(best, near):
             try:
-                take(smaller, self.formulated(v, smaller), math.inf)
+                take(*far.pop(), math.inf)
             except TimeoutError:
                 if best is None and not far:
                     raise
@@ -437,6 +429,11 @@ def uncollected() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+def _is_within(found: Found | None, gap: float) -> bool:
+    """Whether there is an answer, and it is as near to its bound as that, relatively."""
+    return found is not None and isinstance(found.answer, Solution) and found.answer.gap <= gap
 
 
 def _better(a: Solution | Infeasible, b: Solution | Infeasible) -> bool:

@@ -2,7 +2,8 @@
 
 What remains is what to keep and what to make again under the memory of a device, with fates as shares of layers. Any plan computes at least
 what each of its clusters computes under its fastest strategy, holds at least a device's share of every tensor, and waits for no less than
-nothing; so the optimum of this program, a linear one, is no more than any plan's time.
+nothing; so the optimum of this program, a linear one, is no more than any plan's time. Its memory rows are loose ones (`formulate.loose`), since layers may
+have fates of their own: a first layer that alone runs again reads what comes from outside, where a mean over layers needs some of what they hand on.
 
 It is used where the program of the mesh itself is too large to be solved (three axes and more).
 """
@@ -12,10 +13,12 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from autopar.formulate.memory import rows
+from autopar.formulate.loose import Loosen
+from autopar.formulate.memory import Rows, rows
 from autopar.formulate.problem import Formulator
 from autopar.formulate.setting import optimizer_s
-from autopar.solver.problem import Choice, End, Fate, Flow, Problem, Rerun, Value
+from autopar.graph import Op
+from autopar.solver.problem import DEVICE, Choice, End, Fate, Flow, Problem, Rerun, Value
 
 
 def ideal(f: Formulator, problem: Problem, whole: Formulator) -> Problem:
@@ -27,9 +30,7 @@ def ideal(f: Formulator, problem: Problem, whole: Formulator) -> Problem:
     times: dict[int, float] = defaultdict(float)
     backward = f.account(1, "compute")
     by_name = {op.name: op for op in whole.q.classes.ops}
-    again = {
-        (name, segment): min(t.get(backward, 0.0) for t in whole.times_of(by_name[name], 1, segment)) for name, segment in f.names.reruns
-    }
+    again = {which: _again(whole, by_name[which[0]], which[1]) for which in f.names.reruns}
     for a, t in least.items():
         times[a] += t
     for t in f.q.classes.params.values():
@@ -52,7 +53,29 @@ def ideal(f: Formulator, problem: Problem, whole: Formulator) -> Problem:
         for which, r in zip(f.names.reruns, problem.reruns, strict=True)
     ]
     relaxed = Problem(problem.stages, problem.accounts, tuple(choices), tuple(values), tuple(reruns), (), problem.budget_bytes)
-    return rows(f, relaxed, ideal=True)
+    return _loosened(f, rows(f, relaxed, ideal=True))
+
+
+def _loosened(f: Formulator, problem: Problem) -> Problem:
+    """`problem` with what its memory rows say of fates that are means over layers. Of what is on its way from or to the device they say nothing: at a position
+    that is one layer's, which may keep nothing so."""
+    loosen = Loosen(Rows(f, problem, ideal=True))
+    away = {
+        ("y", v, k)
+        for v, value in enumerate(problem.values)
+        for k, fate in enumerate(value.fates)
+        if fate.medium != DEVICE and f.q.count(value.name) > 1
+    }
+    copies = [c for stack in f.q.stacks for c in (stack.forward, stack.backward)]
+    layers = {name for c in copies for names in c for name in names}
+    last = {name for c in copies for names in c[-2:] for name in names}
+    found = []
+    for row in problem.rows:
+        at = row.name.rpartition(" ")[2]
+        if at in last or at not in layers:
+            here = {key: nbytes for key, nbytes in row.terms if key not in away}
+            found.append(replace(row, terms=tuple(sorted(loosen.row(here, at in layers).items()))))
+    return replace(problem, rows=tuple(found), rests=tuple(loosen.rests))
 
 
 def _least(whole: Formulator) -> dict[int, float]:
@@ -63,6 +86,16 @@ def _least(whole: Formulator) -> dict[int, float]:
         for a in {a for t in times for a in t}:
             found[a] += min(t.get(a, 0.0) for t in times)
     return found
+
+
+def _again(whole: Formulator, op: Op, segment: int) -> float:
+    """The least that all operators of a class and segment take to run again, each as long as the fastest of them: of a share it is not said which layers
+    run again, and fused with what is before the layers, the first may take ten times as long as another."""
+    copies = [copy for copy in whole.copies[op.name] if whole.q.segment[copy.name] == segment]
+    ways = zip(whole.cl.clusters[whole.cl.of[op.name]].members[op.name], whole.cl.want[op.name], whole.cl.made[op.name], strict=True)
+    known = {strategy: (dict(strategy.split), want, made) for strategy, want, made in ways}
+    fastest = min(whole.cost.op(copy, whole.rules[copy.name], *way).seconds for copy in copies for way in known.values())
+    return sum(whole.q.times[copy.name] for copy in copies) * fastest
 
 
 def _flow(f: Flow) -> Flow:

@@ -23,14 +23,6 @@ class Loosen:
         self.rows = rows
         self.rests: dict[tuple[tuple[Key, float], ...], int] = {}
 
-    @cached_property
-    def members(self) -> dict[int, int]:
-        """Value -> how many tensors of the program it is."""
-        return {
-            v: sum(self.rows.f.q.tensor_times[t] for t in self.rows.f.q.members[value.name])
-            for v, value in enumerate(self.rows.problem.values)
-        }
-
     def row(self, terms: dict[Key, float], inside: bool) -> dict[Key, float]:
         """What a row outside of the layers, or of the last ones (inside), says of fates that are means over all layers. (Of others it says little.)"""
         out: dict[Key, float] = defaultdict(float)
@@ -45,8 +37,9 @@ class Loosen:
             if key[0] == "x" or (key[0] == "e" and (key[2] == 0 or key[1] in self.same_for_all_layers)):
                 out[key] += nbytes
             elif key[0] == "y":
-                fate = self.rows.problem.values[key[1]].fates[key[2]]
-                times, each = self.members[key[1]], self.rows.sizes(key[1])[fate.node]
+                value = self.rows.problem.values[key[1]]
+                fate = value.fates[key[2]]
+                times, each = self.rows.f.q.count(value.name), self.rows.sizes(key[1])[fate.node]
                 if fate.medium == DEVICE and nbytes > (times - 2.001) * each:
                     out[key] = times * each
                     gone[key[1]] = max(gone.get(key[1], 0.0), times - nbytes / each)
