@@ -34,7 +34,7 @@ from autopar.rules import lookup
 from autopar.rules.grammar import Rule
 from autopar.solver.fold import Folded
 from autopar.solver.frontier import EXACT, Relaxation, Relaxed
-from autopar.solver.problem import Problem
+from autopar.solver.problem import Decision, Problem
 from autopar.solver.prune import prune
 from autopar.solver.shrink import Shrunk, shrink
 from autopar.solver.solve import Infeasible, Limits, NoAnswer, Solution, explain, least, look, smallest, solve
@@ -152,10 +152,7 @@ class Stages:
             return self.poor(v, mesh, f, problem, -1.0, None)
         if seen.bound_s > far_s:
             raise _Far
-        again = {
-            r for r in seen.decision.rerun if any(problem.reruns[r].times[seen.decision.strategies[problem.reruns[r].choice]].values())
-        }
-        if seen.price is not None and seen.price.feasible and not again:
+        if seen.price is not None and seen.price.feasible and not _runs_again(problem, seen.decision):
             spent = time.perf_counter() - start
             answer = Solution(seen.decision, seen.price, seen.bound_s, spent, seen.stopped_by, seen.variables, seen.rows)
             return Found(mesh, problem, f.names, v.shrunk, v.rules, answer)
@@ -197,6 +194,10 @@ class Stages:
             return best
         if isinstance(answer, Solution):
             best = self.cut(mesh, f.all_strategies(answer.decision.strategies), bound_s, best, False)
+            # With strategies fixed, nothing is brought from where only other strategies have it; but memory of what runs again is known only then.
+            mine = replace(answer, bound_s=min(bound_s, answer.objective_s))
+            if not _runs_again(problem, answer.decision) and (best is None or _better(mine, best.answer)):
+                best = Found(mesh, problem, f.names, v.shrunk, v.rules, mine)
         return best or self.poor(v, mesh, f, problem, bound_s, None)
 
     def poor(self, v: _View, mesh: Mesh, f: Formulator, problem: Problem, bound_s: float, best: Found | None) -> Found:
@@ -429,6 +430,11 @@ def uncollected() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+def _runs_again(problem: Problem, decision: Decision) -> bool:
+    """Whether anything that takes time does."""
+    return any(t for r in decision.rerun for t in problem.reruns[r].times[decision.strategies[problem.reruns[r].choice]].values())
 
 
 def _is_within(found: Found | None, gap: float) -> bool:

@@ -26,7 +26,7 @@ EXAMPLES = 3  # of what is tagged
 def unmet(graph: Graph, kept: Collection[str]) -> tuple[str, ...]:
     """Operators tagged to run again of which something is kept nevertheless, for people: those of all layers once."""
     found = [op for op in graph.ops for i, t in enumerate(op.outputs) if t is not None and t.name in kept and op.tag(i) == MUST_RECOMPUTE]
-    return tuple(dict.fromkeys(f"{_place(op)}: handed on by its layer" for op in found))
+    return tuple(dict.fromkeys(f"{_place(op)}: handed on to another layer" for op in found))
 
 
 def binding(graph: Graph) -> str:

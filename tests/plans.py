@@ -75,7 +75,7 @@ def full(plan: Plan) -> Plan:
         cluster="h100:1x8",
         activations={"save": ops[:2], "recompute": ops[2:3], "offload:host": ops[3:4], "offload:nvme": ops[4:5]},
         recompute=ops[2:3],
-        unmet=["add in layers.*: handed on by its layer"],
+        unmet=["add in layers.*: handed on to another layer"],
         kept=[[ops[0], 0], [ops[1], 0]],
         kept_table=[{"shape": [8], "splits": [["dp", 0, 4]], "partial": []}],
         predicted={"step_time_s": 0.1, "peak_memory_bytes": 7e10, "mfu": 1 / 3},

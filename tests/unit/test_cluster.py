@@ -137,8 +137,8 @@ def test_a_device_has_its_share_of_the_cards(tmp_path: Path, cards: int, share: 
 
 def test_one_description_of_the_cards(tmp_path: Path) -> None:
     """A device's share, as before there were cards, is all of one card."""
-    c = with_inter(tmp_path, bandwidth_Bps=50e9)
-    assert c.inter == Cluster.of("h100").inter
+    h100 = Cluster.of("h100").inter
+    assert with_inter(tmp_path, bandwidth_Bps=50e9, efficiency=h100.efficiency).inter == h100
     with pytest.raises(ClusterError, match="nics_per_node"):
         with_inter(tmp_path, bandwidth_Bps=50e9, nics_per_node=4, nic_bandwidth_Bps=50e9)
     for bad in ({"nics_per_node": 4}, {"nics_per_node": "4", "nic_bandwidth_Bps": 5e10}, {"nics_per_node": 0, "nic_bandwidth_Bps": 5e10}):

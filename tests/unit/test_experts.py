@@ -146,14 +146,15 @@ def test_llama_8b_is_fully_sharded_over_two_axes(nodes: int, depth: int) -> None
 
 @pytest.mark.parametrize("depth", [24, 32, 40])
 def test_what_the_batch_cannot_split_is_split_inside_a_node(depth: int) -> None:
-    """A global batch of 32 on 32 x 8, 8192 tokens each: attention splits heads inside a node, products the sequence (their weights' gathers hide).
+    """A global batch of 32 on 32 x 8, 8192 tokens each: inside a node attention splits heads, products the sequence (their weights' gathers hide) or their columns.
 
     Told to be fsdp+tp, the program finds Megatron's columns and rows with the stream split along the sequence; it is slower.
     """
     program = llama_8b(32, 8192, depth)
     free = planned(program, "h100:32x8", {"dp": 32, "tp": 8})
     assert splits_batch_over(free, {"dp"})
-    assert all(p.compute.is_replicate for p in matrices(free, *COLUMNS, *ROWS))
+    assert all(axes_of(free, p) <= {"tp"} for p in matrices(free, *COLUMNS, *ROWS))
+    assert is_sequence_parallel(free, program.graph)
     heads = {x for c in free.ops.values() if c.kind == "attention" for a, (x, _) in c.strategy.items() if a.startswith("tp")}
     assert heads == {"g"}
     told = planned(program, "h100:32x8", {"dp": 32, "tp": 8}, layout="fsdp+tp")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -303,7 +304,7 @@ def test_what_cannot_be_made_again_is_said() -> None:
     """One region around all layers: what a layer hands on is kept all the same."""
     g, plan = planned("", "", "", around=True)
     assert any(text.startswith("add in layers.*") and "handed on" in text for text in plan.unmet)
-    assert "mm" not in made_by(g, set(plan.kept)) and "tagged to be made again: add in layers.*" in str(plan)
+    assert "mm" not in made_by(g, set(plan.kept)) and re.search(r"tagged to be made again: .*add in layers\.\*", str(plan))
     assert loads(dumps(plan)).unmet == plan.unmet
 
 
