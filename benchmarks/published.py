@@ -75,13 +75,14 @@ def main() -> None:
         for r in found
         if r.peak_bytes
     ]
+    told = assumed(found)
     result = {
         "constants": {n: {"value": v, "relative_sd": made.relative_sd.get(n, 0.0)} for n, v in sorted(made.values.items())},
         "step time": by,
         "peak memory": summary([r for r, _ in memory], [e for _, e in memory]) if memory else {},
         "out of memory": out_of_memory(found, programs),
         "ranks": ranks(timed, runs, best),
-        "assumed": assumed(found),
+        "assumed": told,
         "not priced": left,
         "rows": [
             {"row": r.label, "measured_s": r.step_s, **{how: e[i] for how, e in errors.items()}} for i, r in enumerate(timed)
@@ -95,7 +96,7 @@ def main() -> None:
             )
     for key in ("peak memory", "out of memory", "ranks"):
         print(f"{key}: {json.dumps(result[key], default=float)}")
-    print("\n  ".join(["assumed:", *result["assumed"]]))
+    print("\n  ".join(["assumed:", *told]))
     print("\n  ".join([f"not priced: {len(left)} rows", *left]))
     write(a.out, "python -m benchmarks.published", result)
     if a.plot and timed:
