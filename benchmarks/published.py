@@ -3,8 +3,8 @@
     python -m benchmarks.published --out benchmarks/results/published.json --plot predicted.html
     python -m benchmarks.published --folder DIR --constants benchmarks/results/published.json      predicts rows it was not fitted to
 
-Rows are CSV files (`benchmarks/data/published/README.md` has the columns); one that cannot be read or priced is listed with the reason and left out. The
-constants are those of `autopar.predict.fit`. Reported: errors of step times, of rows fitted to, of random fifths left out, and of whole sources left
+Rows are CSV files (`benchmarks/data/published/README.md` has the columns); one that cannot be read or priced is listed with the reason and left out, and
+what was assumed where rows do not say is listed by file. The constants are those of `autopar.predict.fit`. Reported: errors of step times, of rows fitted to, of random fifths left out, and of whole sources left
 out (a framework that was never seen has no slowdown); errors of peak memory, to which nothing is fitted; who runs out of memory; and within each
 sweep how layouts are ranked.
 
@@ -27,7 +27,7 @@ from autopar.errors import AutoparError
 from autopar.predict.fit import Fit, Run, fit
 from autopar.predict.step import step
 from benchmarks.record import write
-from benchmarks.runs import DATA, Programs, Row, reason, rows
+from benchmarks.runs import DATA, Programs, Row, assumed, reason, rows
 
 # Where the constants start: what they were believed to be before these rows were fitted to. The cluster files ship what this fit found, so they are no such belief.
 BELIEVED = {
@@ -75,12 +75,14 @@ def main() -> None:
         for r in found
         if r.peak_bytes
     ]
+    told = assumed(found)
     result = {
         "constants": {n: {"value": v, "relative_sd": made.relative_sd.get(n, 0.0)} for n, v in sorted(made.values.items())},
         "step time": by,
         "peak memory": summary([r for r, _ in memory], [e for _, e in memory]) if memory else {},
         "out of memory": out_of_memory(found, programs),
         "ranks": ranks(timed, runs, best),
+        "assumed": told,
         "not priced": left,
         "rows": [
             {"row": r.label, "measured_s": r.step_s, **{how: e[i] for how, e in errors.items()}} for i, r in enumerate(timed)
@@ -94,6 +96,7 @@ def main() -> None:
             )
     for key in ("peak memory", "out of memory", "ranks"):
         print(f"{key}: {json.dumps(result[key], default=float)}")
+    print("\n  ".join(["assumed:", *told]))
     print("\n  ".join([f"not priced: {len(left)} rows", *left]))
     write(a.out, "python -m benchmarks.published", result)
     if a.plot and timed:

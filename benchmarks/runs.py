@@ -1,7 +1,7 @@
 """Published training runs as autopar sees them: a model, a layout, a cluster, what software ran it, and what was measured.
 
-A row says little of the software; what each source says of itself is in `SOURCES`, and nothing here depends on a row or on a model's name but for what
-kind of model it is.
+A row says little of the software; what each source says of itself is in `frameworks.SOURCES`, and nothing here depends on a row or on a model's name but for
+what kind of model it is. What a row does not say is worked out where it follows, else assumed where there is a usual case: `Row.assumed` tells.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import csv
 import hashlib
 import math
 import pickle
+import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,64 +25,25 @@ from autopar.predict.api import solved
 from autopar.predict.fit import Run
 from autopar.predict.pieces import Piece
 from autopar.predict.pieces import pieces as split
-from autopar.predict.runtime import PIPELINED, RUNTIMES, Runtime
+from autopar.predict.runtime import Runtime
 from autopar.staged import Found
 from autopar.strict_json import short
+from benchmarks import frameworks, metrics, names
 
 DATA = Path(__file__).parent / "data" / "published"
 FORM = 1  # of the programs kept on disk: raise it when they change
 
-_MEGATRON = RUNTIMES["megatron"]
-# FlashAttention-2 is about twice as fast as the first (Dao, 2023, abstract).
-FLASH_1 = 0.5
-
-
-@dataclass(frozen=True)
-class Source:
-    """What a source's rows have in common, or do not say."""
-
-    runtime: Runtime
-    zero: int = 0
-    sequence_parallel: bool = False
-
-
-# Framework by file. kwai: pipelined tensor parallelism; the cards of its nodes are not stated, so what its network reaches is fitted. hagemann: ZeRO-1 on Megatron's layers, gradients in half
-# precision (13B parameters fit one device only so), the loss on gathered logits (that nothing of 4 x 8192 tokens fits, at any tensor-parallel size, says so); what its
-# pipelines' allocators lose is fitted to who ran out of memory (0.15 to 0.2 are alike, and any four fifths of the rows say so too). megatron_core: its README's
-# overlap flags. llm_foundry: FSDP of torch, the first flash attention. The kernels are those of the row.
-SOURCES = {
-    "kwai_h800": Source(replace(_MEGATRON, name="kwai", tensor_hidden=PIPELINED, network_share=0.5), zero=1),
-    "hagemann_a100": Source(
-        replace(
-            _MEGATRON,
-            name="hagemann",
-            gathers_logits=True,
-            logits_bytes=15.0,
-            grad_bytes=2.0,
-            reduce_bytes=2.0,
-            accumulated_bytes=4.0,
-            fragmented=0.15,
-        ),
-        zero=1,
-    ),
-    "megatron_core_h100": Source(
-        replace(_MEGATRON, name="megatron-core", tensor_hidden=PIPELINED, data_exposed=0.0), zero=1, sequence_parallel=True
-    ),
-    "megatron_2021_a100": Source(replace(_MEGATRON, name="megatron-2021", unfused_passes=6.0)),
-    "llm_foundry_fsdp": Source(replace(RUNTIMES["fsdp"], name="llm-foundry", attention_rate=FLASH_1)),
-    "nanotron_h100": Source(replace(_MEGATRON, name="nanotron")),
-}
-ZEROS = {"FSDP=FULL_SHARD": 3, "FSDP=SHARD_GRAD_OP": 2, "ZeRO-1": 1, "ZeRO-0": 0}  # what a row says of itself
-DEVICES = {"h800": "h800", "h100": "h100", "a100_40": "a100-40", "a100": "a100"}
-MODELS = {"llama": "llama", "gpt": "gpt", "mpt": "gpt"}
 SIZES = ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
-KERNELS = {
-    "flash_attention2 + RMS kernel": {},
-    "flash_attention2": {"fusion": "none"},
-    "flash_attentionv1.0.8": {"fusion": "none", "attention_rate": FLASH_1},
-    "fused": {"fusion": "none", "unfused_passes": 6.0},
-    "torch": {"fusion": "none", "unfused_passes": 11.0},
-}
+# Columns that may be missing, or empty.
+OPTIONAL = (
+    "ffn", "kv_heads", "global_batch", "micro_batch", "gpus", "gpu_peak_tflops", "tp", "pp", "vpp", "cp", "dp", "sp", "recompute", "offload",
+    "other", "memory_gb", "source",
+)  # fmt: skip
+COUNTS = (*SIZES, "seq", "global_batch", "micro_batch", "gpus", "tp", "pp", "vpp", "cp", "dp")
+EMPTY = ("-", "n/a", "na", "nan", "null", "?", "unknown", "not stated")
+WHOLE = re.compile(r"(\d+|\d{1,3}(?:,\d{3})+)(?:\.0*)?")  # as spreadsheets and data frames write them
+YES, NO = ("true", "yes", "on", "1", "1.0"), ("false", "no", "off", "none", "0", "0.0")
+MICRO_BATCHES = ("n_microbatches", "num_microbatches", "grad_accum", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True)
@@ -100,6 +64,7 @@ class Row:
     peak_bytes: float | None
     oom: bool
     others: tuple[Layout, ...] = ()  # what else it may have been, where the row does not say
+    assumed: tuple[str, ...] = ()  # and what was made of that
 
     @property
     def label(self) -> str:
@@ -120,14 +85,10 @@ def rows(folder: Path = DATA) -> tuple[list[Row], list[str]]:
     return found, left
 
 
-def _read(place: str, source: str, values: dict[str, Any], found: list[Row], left: list[str]) -> None:
-    try:
-        # Short lines have no text in their last columns, long ones a list that belongs to no column.
-        found.append(_row(place, source, {k: (v or "").strip() for k, v in values.items() if k}))
-    except KeyError as e:
-        left.append(f"{place}: there is no column {e}")
-    except ValueError as e:
-        left.append(f"{place}: {reason(e)}")
+def assumed(found: Sequence[Row]) -> list[str]:
+    """What was taken for what rows do not say, once a file."""
+    count = Counter((r.place.partition(":")[0], note) for r in found for note in dict.fromkeys(r.assumed))
+    return [f"{file}: {note} ({n} row{'s' * (n > 1)})" for (file, note), n in count.items()]
 
 
 def reason(e: ValueError) -> str:
@@ -135,44 +96,110 @@ def reason(e: ValueError) -> str:
     return e.what if isinstance(e, AutoparError) else str(e)
 
 
+def _read(place: str, source: str, values: dict[str, Any], found: list[Row], left: list[str]) -> None:
+    try:
+        # Short lines have no text in their last columns, long ones a list that belongs to no column.
+        found.append(_row(place, source, {k.strip().lower(): _clean(k.strip().lower(), v or "") for k, v in values.items() if k}))
+    except KeyError as e:
+        left.append(f"{place}: there is no column {e}")
+    except ValueError as e:
+        left.append(f"{place}: {reason(e)}")
+
+
+def _clean(column: str, text: str) -> str:
+    text = text.strip()
+    whole = WHOLE.fullmatch(text) if column in COUNTS else None
+    return whole[1].replace(",", "") if whole else "" if text.lower() in EMPTY else text
+
+
 def _row(place: str, source: str, v: dict[str, str]) -> Row:
     """Raises KeyError where a column is missing, ValueError (AutoparError is one) for anything else that makes no run."""
-    said = dict(x.split("=", 1) for x in v["other"].split(";") if "=" in x)
-    if said.get("precision", "").lower().startswith(("fp8", "amp_fp8")):
-        raise ValueError("8-bit products are not priced")
-    if not (v["tp"] and v["pp"] and v["dp"]):
-        raise ValueError("the layout is not stated")
-    if source not in SOURCES:
-        raise ValueError(f"no framework is known for {source}: name the file as one of {', '.join(SOURCES)}")
-    size = _model_sizes(v)
+    v = {**dict.fromkeys(OPTIONAL, ""), **v}
+    said = {k.strip().lower(): x.strip() for k, _, x in (part.partition("=") for part in v["other"].split(";")) if x}
+    notes: list[str] = []
+    _priced(v, said)
+    framework = frameworks.of(source, v["other"], notes)
+    _sizes_of_layout(v, said, framework.sharded, notes)
+    size = _model_sizes(v, notes)
     gpus, seq, batch = (_count(v, k) for k in ("gpus", "seq", "global_batch"))
-    cluster = Cluster.of(f"{_device(v['gpu_type'])}:{gpus}")
-    runtime = replace(SOURCES[source].runtime, **KERNELS.get(said.get("kernel", ""), {}))  # type: ignore[arg-type]
+    cluster = _cluster(names.device(v["gpu_type"], notes), gpus, said)
+    runtime = replace(framework.runtime, **frameworks.kernel(said.get("kernel", ""), notes))
     if said.get("mp_mode") == "PURE":  # everything in half precision
         runtime = replace(runtime, grad_bytes=2.0, reduce_bytes=2.0, master_bytes=2.0, moment_bytes=4.0)
-    layout, *others = _layouts(source, v, batch, size["layers"])
+    layout, *others = _layouts(framework, source, v, batch, size["layers"], cluster, notes)
     layout.replicas(gpus)
-    oom, memory = v["metric"] == "OOM", v["metric"].startswith("max_memory")
+    oom, memory = metrics.out_of_memory(v["metric"]), metrics.peak_bytes(v)
+    timed = not oom and memory is None
+    told = {**v, "recompute": layout.recompute}
+    seconds = metrics.step_s(told, said, cluster, batch, framework.attention_counted, notes) if timed else None
     return Row(
-        place, source, v["source"], v["model"], v, layout, runtime, cluster, batch, seq,
-        None if oom or memory else _step_s(v, said, gpus, batch * seq), _positive(v["value"], "value") if memory else None, oom, tuple(others),
+        place, source, v["source"], v["model"], v, layout, runtime, cluster, batch, seq, seconds, memory, oom, tuple(others), tuple(notes)
     )  # fmt: skip
 
 
-def _layouts(source: str, v: dict[str, str], batch: int, layers: int) -> list[Layout]:
+def _priced(v: dict[str, str], said: dict[str, str]) -> None:
+    """Raises ValueError for what no layout here says."""
+    text = f"{v['model']};{v['other']}".lower()
+    if re.search(r"(?<![a-z0-9])(?:mx|nv)?(?:fp8|fp4|int8|float8)(?!\w*\s*=\s*(?:false|no|none|off|0))", text):
+        raise ValueError("8-bit products are not priced")
+    if re.match(r"fp32|tf32|float32|32", said.get("precision", said.get("dtype", "")).lower()):
+        raise ValueError("products in single precision are not priced")
+    if re.search(r"(?<![a-z])q?lora(?![a-z])", text):
+        raise ValueError("adapters (LoRA) are not priced")
+    if any(said.get(k, "1") not in ("0", "1") for k in ("ep", "expert_parallel")):
+        raise ValueError("a mixture of experts is not priced")
+
+
+def _sizes_of_layout(v: dict[str, str], said: dict[str, str], sharded: bool, notes: list[str]) -> None:
+    """What follows from the others is filled in: one of tp, pp, dp, gpus; one of the global batch, the micro-batch and how many."""
+    for k in ("tp", "pp") if sharded else ():
+        if not v[k]:
+            v[k] = "1"
+            notes.append(f"{k} is not stated: 1")
+    sizes = ("tp", "pp", "dp")
+    empty = [k for k in (*sizes, "gpus") if not v[k]]
+    if len(empty) > 1:
+        raise ValueError("the layout is not stated")
+    if empty:
+        product = math.prod(_count(v, k, "1") for k in (*sizes, "cp") if k not in empty)
+        whole, rest = (product, 0) if empty == ["gpus"] else divmod(_count(v, "gpus"), product)
+        if rest:
+            raise ValueError(f"the layout's other sizes make {product}, which does not divide {v['gpus']} GPUs")
+        v[empty[0]] = str(whole)
+    number = next((said[k] for k in MICRO_BATCHES if said.get(k, "").isdecimal() and int(said[k])), "")
+    if number and v["micro_batch"] and not v["global_batch"]:
+        v["global_batch"] = str(int(number) * _count(v, "micro_batch") * _count(v, "dp"))
+    elif number and v["global_batch"] and not v["micro_batch"]:
+        one, rest = divmod(_count(v, "global_batch"), int(number) * _count(v, "dp"))
+        v["micro_batch"] = "" if rest else str(one)
+
+
+def _cluster(device: str, gpus: int, said: dict[str, str]) -> Cluster:
+    """Nodes may be smaller than they come."""
+    whole = Cluster.of(device).devices_per_node
+    nodes = said.get("nodes", "")
+    per = said.get("gpus_per_node", str(gpus // int(nodes)) if nodes.isdecimal() and 0 < int(nodes) <= gpus else "")
+    if per.isdecimal() and 0 < int(per) < min(whole, gpus) and gpus % int(per) == 0:
+        return Cluster.of(f"{device}:{gpus // int(per)}x{per}")
+    return Cluster.of(f"{device}:{gpus}")
+
+
+def _layouts(
+    framework: frameworks.Source, source: str, v: dict[str, str], batch: int, layers: int, cluster: Cluster, notes: list[str]
+) -> list[Layout]:
     """One, or all that it may have been where the row does not say."""
     tp, pp, cp, dp = _count(v, "tp"), _count(v, "pp"), _count(v, "cp", "1"), _count(v, "dp")
-    switch = {"true": True, "false": False, "": SOURCES[source].sequence_parallel}
+    switch = {**dict.fromkeys(YES, True), **dict.fromkeys(NO, False), "": framework.sequence_parallel}
     if v["sp"].lower() not in switch:
         raise ValueError(f"sp is {short(v['sp'])!r}, not True or False")
+    kept = v["offload"].lower().removeprefix("alpha=")
     try:
-        offload = float(v["offload"].removeprefix("alpha=") or 0)
+        offload = 0.0 if kept in ("", *NO) else float(kept)
     except ValueError:
         raise ValueError(f"offload is {short(v['offload'])!r}, not a number") from None
     common = Layout(
-        tp=tp, pp=pp, cp=cp, dp=dp, zero=next((n for said, n in ZEROS.items() if said in v["other"]), SOURCES[source].zero),
-        sequence_parallel=switch[v["sp"].lower()], recompute=v["recompute"].split(",")[0].split(":")[0].strip() or "none",
-        offload=offload, name=source,
+        tp=tp, pp=pp, cp=cp, dp=dp, zero=framework.zero, sequence_parallel=switch[v["sp"].lower()], recompute=_recompute(v["recompute"]),
+        offload=offload, name=source, shard_ways=min(dp * cp, max(1, cluster.devices_per_node // tp)) if framework.nodes_shard else None,
     )  # fmt: skip
     sizes = [_count(v, "micro_batch")] if v["micro_batch"] else [1, 2, 4, 8]
     chunks = [_count(v, "vpp", "1")] if v["vpp"] or pp == 1 else [n for n in (1, 2, 3, 4, 6) if layers % (pp * n) == 0]
@@ -185,30 +212,38 @@ def _layouts(source: str, v: dict[str, str], batch: int, layers: int) -> list[La
     ]
     if not found:
         raise ValueError(f"{batch} sequences and {layers} layers make no even schedule of its dp {dp}, pp {pp}")
+    sp = str(framework.sequence_parallel) if tp > 1 else ""
+    unsaid = {"cp": "1", "recompute": "none", "sp": sp, "micro_batch": "the fastest of 1, 2, 4, 8"}
+    notes += [f"{k} is not stated: {value}" for k, value in unsaid.items() if value and not v[k]]
+    if pp > 1 and not v["vpp"]:
+        notes.append("vpp is not stated: the fastest of 1, 2, 3, 4, 6")
     return found
 
 
-def _model_sizes(v: dict[str, str]) -> dict[str, int]:
-    _kind(v["model"])
+def _recompute(said: str) -> str:
+    """One of the layout's kinds, from its first word; what is none of them is the layout's to refuse."""
+    word = said.split(",")[0].split(":")[0].strip().lower()
+    if word.startswith("full") and re.search(r"(?<![a-z])block(?![a-z])", said.lower()):
+        raise ValueError("full recomputation of some layers only is not priced")
+    first = re.split(r"[\s(_-]", word)[0]
+    return "none" if first in ("", *NO) else "full" if first in YES else first
+
+
+def _model_sizes(v: dict[str, str], notes: list[str]) -> dict[str, int]:
+    kind = names.kind(v["model"])
+    if kind == "gpt":  # what its layer is unless told otherwise; Llama's has no such rule
+        for k, default in (("ffn", 4 * _count(v, "hidden")), ("kv_heads", _count(v, "heads"))):
+            if not v[k]:
+                v[k] = str(default)
+                notes.append(f"{k} is not stated: {'4 hidden' if k == 'ffn' else 'as many as heads'}")
     size = {k: _count(v, k) for k in SIZES}
     for whole, part in (("hidden", "heads"), ("heads", "kv_heads")):
         if size[whole] % size[part]:
             raise ValueError(f"{part} {size[part]} does not divide {whole} {size[whole]}")
+    if kind == "gpt" and size["heads"] != size["kv_heads"]:
+        raise ValueError("a GPT whose heads share keys (kv_heads below heads) is not priced")
+    names.check(v["model"], size["hidden"], size["heads"])
     return size
-
-
-def _kind(model: str) -> str:
-    found = next((kind for said, kind in MODELS.items() if said in model.lower()), None)
-    if found is None:
-        raise ValueError(f"{short(model)!r} is no model that is known: {', '.join(MODELS)}")
-    return found
-
-
-def _device(gpu_type: str) -> str:
-    found = next((name for said, name in DEVICES.items() if gpu_type.lower().replace("-", "_").startswith(said)), None)
-    if found is None:
-        raise ValueError(f"{short(gpu_type)!r} is no device that is known: {', '.join(DEVICES)}")
-    return found
 
 
 def _count(v: dict[str, str], column: str, default: str = "") -> int:
@@ -218,48 +253,12 @@ def _count(v: dict[str, str], column: str, default: str = "") -> int:
     return int(text)
 
 
-def _positive(text: str, what: str) -> float:
-    try:
-        x = float(text)
-    except ValueError:
-        x = math.nan
-    if not 0 < x < math.inf:
-        raise ValueError(f"{what} is {short(text)!r}, not a positive number")
-    return x
-
-
-def _step_s(v: dict[str, str], said: dict[str, str], gpus: int, tokens: int) -> float:
-    for key in ("step_time_s", "derived_iter_s"):
-        if key in said:
-            return _positive(said[key], key)
-    if "tokens_per_s_gpu" in said:
-        return tokens / (_positive(said["tokens_per_s_gpu"], "tokens_per_s_gpu") * gpus)
-    metric, value = v["metric"], _positive(v["value"], "value")
-    if metric == "tokens_per_s_per_gpu":
-        return tokens / (value * gpus)
-    if metric == "tokens_per_s_total":
-        return tokens / value
-    if metric.startswith("TFLOPs"):
-        return _flops_of_megatron(v, tokens) / (gpus * value * 1e12)
-    if metric.startswith("MFU"):
-        return _flops_of_megatron(v, tokens) / (gpus * value / 100 * _positive(v["gpu_peak_tflops"], "gpu_peak_tflops") * 1e12)
-    raise ValueError(f"{short(metric)!r} is no metric that is known")
-
-
-def _flops_of_megatron(v: dict[str, str], tokens: int) -> float:
-    """Of a step as Megatron-LM and nanotron count: products forward and backward, and attention's whole square."""
-    h, f, s, n, vocab = (float(v[k]) for k in ("hidden", "ffn", "seq", "layers", "vocab"))
-    kv = float(v["kv_heads"]) / float(v["heads"])
-    gated = 3 if _kind(v["model"]) == "llama" else 2
-    return 6 * tokens * (n * (h * h * (2 + 2 * kv) + gated * h * f + h * s) + h * vocab)
-
-
 # ---- models -------------------------------------------------------------------------------------------------------------
 
 
 def config(row: Row) -> Any:
     v = {k: int(row.values[k]) for k in (*SIZES, "seq")}
-    if _kind(row.name) == "llama":
+    if names.kind(row.name) == "llama":
         values = {
             "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": v["hidden"], "intermediate_size": v["ffn"],
             "num_hidden_layers": v["layers"], "num_attention_heads": v["heads"], "num_key_value_heads": v["kv_heads"], "vocab_size": v["vocab"],
@@ -277,7 +276,8 @@ def key(row: Row) -> tuple[Any, ...]:
     """What the program of its micro-batch depends on."""
     layout = row.layout
     sizes = tuple(row.values[k] for k in SIZES)
-    return FORM, _kind(row.name), sizes, row.seq, layout.micro_batch, layout.tp, layout.cp, bool(layout.sequence_parallel and layout.tp > 1)
+    kind = names.kind(row.name)
+    return FORM, kind, sizes, row.seq, layout.micro_batch, layout.tp, layout.cp, bool(layout.sequence_parallel and layout.tp > 1)
 
 
 class Programs:
