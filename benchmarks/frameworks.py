@@ -18,21 +18,19 @@ FLASH_1 = 0.5
 class Source:
     """What a source's rows have in common, or do not say.
 
-    nodes_shard: ZeRO shards inside a node only (HSDP). sharded: nothing but data parallelism where a row names no other. attention_counted: of attention's
-    whole square, what the source's FLOPs count."""
+    nodes_shard: ZeRO shards inside a node only (HSDP). sharded: nothing but data parallelism where a row names no other."""
 
     runtime: Runtime
     zero: int = 0
     sequence_parallel: bool = False
     nodes_shard: bool = False
     sharded: bool = False
-    attention_counted: float = 1.0
 
 
 # Framework by file. kwai: pipelined tensor parallelism; the cards of its nodes are not stated, so what its network reaches is fitted. hagemann: ZeRO-1 on Megatron's layers, gradients in half
 # precision (13B parameters fit one device only so), the loss on gathered logits (that nothing of 4 x 8192 tokens fits, at any tensor-parallel size, says so); what its
 # pipelines' allocators lose is fitted to who ran out of memory (0.15 to 0.2 are alike, and any four fifths of the rows say so too). megatron_core: its README's
-# overlap flags. llm_foundry: FSDP of torch, the first flash attention. The kernels are those of the row. attention_counted: how the constants that ship were fitted.
+# overlap flags. llm_foundry: FSDP of torch, the first flash attention. The kernels are those of the row.
 SOURCES = {
     "kwai_h800": Source(replace(_MEGATRON, name="kwai", tensor_hidden=PIPELINED, network_share=0.5), zero=1),
     "hagemann_a100": Source(
@@ -52,11 +50,10 @@ SOURCES = {
         replace(_MEGATRON, name="megatron-core", tensor_hidden=PIPELINED, data_exposed=0.0),
         zero=1,
         sequence_parallel=True,
-        attention_counted=0.5,
     ),
     "megatron_2021_a100": Source(replace(_MEGATRON, name="megatron-2021", unfused_passes=6.0)),
     "llm_foundry_fsdp": Source(replace(RUNTIMES["fsdp"], name="llm-foundry", attention_rate=FLASH_1)),
-    "nanotron_h100": Source(replace(_MEGATRON, name="nanotron"), attention_counted=0.5),
+    "nanotron_h100": Source(replace(_MEGATRON, name="nanotron")),
 }
 KERNELS: dict[str, dict[str, Any]] = {
     "flash_attention2 + RMS kernel": {},

@@ -52,16 +52,16 @@ def peak_bytes(v: dict[str, str]) -> float | None:
     return positive(v["value"], "value") * _BYTES[words[-1]]
 
 
-def step_s(v: dict[str, str], said: dict[str, str], cluster: Cluster, batch: int, counted: float, notes: list[str]) -> float:
-    """said: what else the row has, which wins where it is a time. counted: of attention's whole square in FLOPs."""
-    seconds = _step_s(v, said, cluster, batch, counted, notes)
+def step_s(v: dict[str, str], said: dict[str, str], cluster: Cluster, batch: int, notes: list[str]) -> float:
+    """said: what else the row has, which wins where it is a time."""
+    seconds = _step_s(v, said, cluster, batch, notes)
     peak = cluster.device.peak_flops.bfloat16 * cluster.size
     if flops(v, batch * int(v["seq"]), 0.5) > seconds * peak:
         raise ValueError(f"a step of {seconds:.3g} s is more than {cluster.device.name} can do: is the metric of one device, or of all?")
     return seconds
 
 
-def _step_s(v: dict[str, str], said: dict[str, str], cluster: Cluster, batch: int, counted: float, notes: list[str]) -> float:
+def _step_s(v: dict[str, str], said: dict[str, str], cluster: Cluster, batch: int, notes: list[str]) -> float:
     gpus, tokens = cluster.size, batch * int(v["seq"])
     for key in ("step_time_s", "derived_iter_s"):
         if key in said:
@@ -78,7 +78,7 @@ def _step_s(v: dict[str, str], said: dict[str, str], cluster: Cluster, batch: in
         if "gpu" not in how and "total" not in how:
             notes.append(f"{short(v['metric'])!r} is taken to be of all devices")
         return (tokens if what == "tokens" else batch) / (value * (gpus if "gpu" in how else 1))
-    work = flops(v, tokens, min(counted, 0.5 if "causal" in how else 1.0), what == "hfu" or "hw" in how)
+    work = flops(v, tokens, 0.5 if "causal" in how else 1.0, what == "hfu" or "hw" in how)
     if what in ("tflops", "pflops"):
         if what == "pflops" and not how & {"gpu", "total"}:
             raise ValueError(f"{short(v['metric'])!r} does not say whether it is of one device or of all")

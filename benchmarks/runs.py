@@ -131,7 +131,7 @@ def _row(place: str, source: str, v: dict[str, str]) -> Row:
     oom, memory = metrics.out_of_memory(v["metric"]), metrics.peak_bytes(v)
     timed = not oom and memory is None
     told = {**v, "recompute": layout.recompute}
-    seconds = metrics.step_s(told, said, cluster, batch, framework.attention_counted, notes) if timed else None
+    seconds = metrics.step_s(told, said, cluster, batch, notes) if timed else None
     return Row(
         place, source, v["source"], v["model"], v, layout, runtime, cluster, batch, seq, seconds, memory, oom, tuple(others), tuple(notes)
     )  # fmt: skip

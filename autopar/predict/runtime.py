@@ -59,8 +59,8 @@ class Runtime:
         return RUNTIMES[runtime]
 
 
-OVERLAPPED = 0.61  # fsdp and others that reduce beside backward: fitted
-PIPELINED = 0.73  # of tensor-parallel bytes, where products are cut to run beside them: fitted
+OVERLAPPED = 0.59  # fsdp and others that reduce beside backward: fitted
+PIPELINED = 0.79  # of tensor-parallel bytes, where products are cut to run beside them: fitted
 
 _MEGATRON = Runtime("megatron")
 RUNTIMES = {
