@@ -97,7 +97,9 @@ class Value:
 
 @dataclass(frozen=True)
 class Rerun:
-    """An operator that may be recomputed. times: per strategy of its choice; reads, makes: (value, End on that value's backward flow)."""
+    """An operator that may be recomputed. times: per strategy of its choice; reads, makes: (value, End on that value's backward flow).
+
+    loose_times: what it takes at least by the share of layers that run again, whichever these are; `times` where nothing is said."""
 
     name: str
     choice: int
@@ -105,6 +107,7 @@ class Rerun:
     reads: tuple[tuple[int, tuple[int, ...]], ...]  # value, node per strategy
     makes: tuple[tuple[int, tuple[int, ...]], ...]
     group: str = ""
+    loose_times: tuple[Times, ...] = ()
 
 
 # What a memory row adds up. Keys of the program's variables:
@@ -168,7 +171,8 @@ class Problem:
     @property
     def loosened(self) -> Problem:
         """What holds for fates that are means over layers: its optimum is a bound of the whole."""
-        return replace(self, rows=self.loose, limits=self.loose_limits)
+        reruns = tuple(replace(r, times=r.loose_times) if r.loose_times else r for r in self.reruns)
+        return replace(self, rows=self.loose, limits=self.loose_limits, reruns=reruns)
 
 
 FORWARD, BACKWARD = 0, 1

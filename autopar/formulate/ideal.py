@@ -13,12 +13,10 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from autopar.formulate.loose import Loosen
-from autopar.formulate.memory import Rows, rows
+from autopar.formulate.memory import rows
 from autopar.formulate.problem import Formulator
 from autopar.formulate.setting import optimizer_s
-from autopar.graph import Op
-from autopar.solver.problem import DEVICE, Choice, End, Fate, Flow, Problem, Rerun, Value
+from autopar.solver.problem import Choice, End, Fate, Flow, Problem, Rerun, Value
 
 
 def ideal(f: Formulator, problem: Problem, whole: Formulator) -> Problem:
@@ -30,7 +28,6 @@ def ideal(f: Formulator, problem: Problem, whole: Formulator) -> Problem:
     times: dict[int, float] = defaultdict(float)
     backward = f.account(1, "compute")
     by_name = {op.name: op for op in whole.q.classes.ops}
-    again = {which: _again(whole, by_name[which[0]], which[1]) for which in f.names.reruns}
     for a, t in least.items():
         times[a] += t
     for t in f.q.classes.params.values():
@@ -48,34 +45,12 @@ def ideal(f: Formulator, problem: Problem, whole: Formulator) -> Problem:
         )
         for v in problem.values
     ]
-    reruns = [
-        Rerun(r.name, r.choice, ({backward: again[which]},), _ends(r.reads), _ends(r.makes))
-        for which, r in zip(f.names.reruns, problem.reruns, strict=True)
-    ]
+    reruns = []
+    for (name, segment), r in zip(f.names.reruns, problem.reruns, strict=True):
+        again = min(t.get(backward, 0.0) for t in whole.times_again(by_name[name], segment)[1])
+        reruns.append(Rerun(r.name, r.choice, ({backward: again},), _ends(r.reads), _ends(r.makes)))
     relaxed = Problem(problem.stages, problem.accounts, tuple(choices), tuple(values), tuple(reruns), (), problem.budget_bytes)
-    return _loosened(f, rows(f, relaxed, ideal=True))
-
-
-def _loosened(f: Formulator, problem: Problem) -> Problem:
-    """`problem` with what its memory rows say of fates that are means over layers. Of what is on its way from or to the device they say nothing: at a position
-    that is one layer's, which may keep nothing so."""
-    loosen = Loosen(Rows(f, problem, ideal=True))
-    away = {
-        ("y", v, k)
-        for v, value in enumerate(problem.values)
-        for k, fate in enumerate(value.fates)
-        if fate.medium != DEVICE and f.q.count(value.name) > 1
-    }
-    copies = [c for stack in f.q.stacks for c in (stack.forward, stack.backward)]
-    layers = {name for c in copies for names in c for name in names}
-    last = {name for c in copies for names in c[-2:] for name in names}
-    found = []
-    for row in problem.rows:
-        at = row.name.rpartition(" ")[2]
-        if at in last or at not in layers:
-            here = {key: nbytes for key, nbytes in row.terms if key not in away}
-            found.append(replace(row, terms=tuple(sorted(loosen.row(here, at in layers).items()))))
-    return replace(problem, rows=tuple(found), rests=tuple(loosen.rests))
+    return rows(f, relaxed, ideal=True).loosened
 
 
 def _least(whole: Formulator) -> dict[int, float]:
@@ -86,16 +61,6 @@ def _least(whole: Formulator) -> dict[int, float]:
         for a in {a for t in times for a in t}:
             found[a] += min(t.get(a, 0.0) for t in times)
     return found
-
-
-def _again(whole: Formulator, op: Op, segment: int) -> float:
-    """The least that all operators of a class and segment take to run again, each as long as the fastest of them: of a share it is not said which layers
-    run again, and fused with what is before the layers, the first may take ten times as long as another."""
-    copies = [copy for copy in whole.copies[op.name] if whole.q.segment[copy.name] == segment]
-    ways = zip(whole.cl.clusters[whole.cl.of[op.name]].members[op.name], whole.cl.want[op.name], whole.cl.made[op.name], strict=True)
-    known = {strategy: (dict(strategy.split), want, made) for strategy, want, made in ways}
-    fastest = min(whole.cost.op(copy, whole.rules[copy.name], *way).seconds for copy in copies for way in known.values())
-    return sum(whole.q.times[copy.name] for copy in copies) * fastest
 
 
 def _flow(f: Flow) -> Flow:

@@ -1,7 +1,9 @@
 """Loose rows. Fates stand for all layers of a segment; where layers may each have their own, a fate between 0 and 1 is their mean, and a row holds for it
-only as far as it does not depend on whose fate it is. Outside of the layers it does not. In the last two layers, of a tensor that k of the n have freed
+only as far as it does not depend on whose fate it is. Outside of the layers it does not, but for what is on its way from or to the device: that is one
+layer's, which may keep nothing so. In the last two layers, of a tensor that k of the n have freed
 the others keep at least n y - k, and at least nothing; what a layer makes again or brings from where it is kept may be nothing. Of what layers hand on one
-fewer is needed than layers run again: the first reads what comes from outside. So much is a bound for any fates (`autopar.staged`).
+fewer is needed than layers run again: the first reads what comes from outside. And what runs again takes as long as in the layer where it takes least
+(`Rerun.loose_times`). So much is a bound for any fates (`autopar.staged`).
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class Loosen:
             if key[0] == "y" and key[1] in self.handed_on:
                 freed[key[1]] = 1.0
         if not inside:
-            out.update(terms)
+            out.update((key, nbytes) for key, nbytes in terms.items() if not self.is_one_layers(key))
         for key, nbytes in terms.items() if inside else ():
             if key[0] == "x" or (key[0] == "e" and (key[2] == 0 or key[1] in self.same_for_all_layers)):
                 out[key] += nbytes
@@ -60,6 +62,13 @@ class Loosen:
             which = self.rests.setdefault(tuple(sorted(rest.items())), len(self.rests))
             out["s", which, 0] = 1.0
         return out
+
+    def is_one_layers(self, key: Key) -> bool:
+        """Whether `key` is of what is on its way from or to the device, at some position one tensor alone of those that layers keep so."""
+        if key[0] != "y":
+            return False
+        value = self.rows.problem.values[key[1]]
+        return value.fates[key[2]].medium != DEVICE and self.rows.f.q.count(value.name) > 1
 
     @cached_property
     def handed_on(self) -> set[int]:

@@ -186,7 +186,7 @@ class Rows:
         # Those outside of the layers are loose rows too: none is left out for one inside.
         kept = _undominated(outside)
         found = [*kept, *_undominated(inside, kept)]
-        if f.only is None and not self.ideal:
+        if f.only is None:
             last = {n for stack in f.q.stacks for copies in (stack.forward, stack.backward) for names in copies[-2:] for n in names}
             outer = _undominated([(name, self.loosen.row(terms, False)) for name, terms in kept])
             inner = [(name, self.loosen.row(terms, True)) for name, terms in inside if name.rpartition(" ")[2] in last]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autopar.cost import Cost
@@ -112,19 +112,18 @@ class Formulator:
         for t in (*g.buffers.values(), *g.tangents, *self.constants()):
             self.supply(t, self.fixed, [Placement.of(t.shape)], both=True)
         self.storage_choices()
-        reruns: list[tuple[Op, int, tuple[dict[int, float], ...]]] = []
+        reruns: list[tuple[Op, int]] = []
         for op in self.q.classes.ops:
             for copy in self.copies[op.name]:
                 self.op(copy)
             if op.direction == "forward" and not self.is_chained(op):
-                for segment in sorted({self.q.segment[copy.name] for copy in self.copies[op.name]}):
-                    reruns.append((op, segment, tuple(self.times_of(op, 1, segment))))
+                reruns += [(op, segment) for segment in sorted({self.q.segment[copy.name] for copy in self.copies[op.name]})]
         for name in dict.fromkeys([*g.outputs, *g.buffer_updates.values()]):
             if name:
                 wire = self.wires[self.q.group[name]]
                 wire.demands[0][End(self.fixed, (wire.node(Placement.of(g.tensors[name].shape)),))] = None
         self.names.value_of = {n: i for i, n in enumerate(self.wires)}
-        made_again = [self.rerun(op, segment, times) for op, segment, times in reruns]
+        made_again = [self.rerun(op, segment) for op, segment in reruns]
         values = [self.value(w) for w in self.wires.values()]
         names = list(self.wires)
         made_again = [self.remapped(r, names) for r in made_again]
@@ -185,27 +184,35 @@ class Formulator:
         return False
 
     def times_of(self, op: Op, stage: int, segment: int | None = None) -> list[dict[int, float]]:
-        """Per strategy of its cluster, what all operators of a class (those of one segment) take of the accounts of `stage`.
+        """Per strategy of its cluster, what all operators of a class (those of one segment) take of the accounts of `stage`."""
+        return [_summed(found) for found in self.times_of_copies(op, stage, segment)]
 
-        Collectives inside them block."""
+    def times_of_copies(self, op: Op, stage: int, segment: int | None = None) -> list[list[tuple[int, dict[int, float]]]]:
+        """Per strategy and operator in the graph: of how many it is, and what one of them takes. Collectives inside them block."""
         chosen = self.cl.clusters[self.cl.of[op.name]].members[op.name]
-        known: dict[OpStrategy, dict[int, float]] = {}
+        known: dict[OpStrategy, list[tuple[int, dict[int, float]]]] = {}
         for s, strategy in enumerate(chosen):
             if strategy in known:
                 continue
             want, made = self.cl.want[op.name][s], self.cl.made[op.name][s]
-            spent: dict[int, float] = defaultdict(float)
+            known[strategy] = []
             for copy in self.copies[op.name]:
                 if segment is not None and self.q.segment[copy.name] != segment:
                     continue
-                n, rule, split = self.q.times[copy.name], self.rules[copy.name], dict(strategy.split)
-                spent[self.account(stage, "compute")] += n * self.cost.op(copy, rule, split, want, made).seconds
+                rule, split, spent = self.rules[copy.name], dict(strategy.split), defaultdict[int, float](float)
+                spent[self.account(stage, "compute")] += self.cost.op(copy, rule, split, want, made).seconds
                 for kind, axes, sent in inside(copy, rule, split, want, self.mesh):
                     c = self.cost.collective(kind, axes, sent)
                     for resource in (c.link, "compute"):
-                        spent[self.account(stage, resource)] += n * c.seconds
-            known[strategy] = {a: t for a, t in spent.items() if t}
+                        spent[self.account(stage, resource)] += c.seconds
+                known[strategy].append((self.q.times[copy.name], spent))
         return [known[s] for s in chosen]
+
+    def times_again(self, op: Op, segment: int) -> tuple[tuple[dict[int, float], ...], tuple[dict[int, float], ...]]:
+        """What it takes to run the operators of a class and segment again: all of them; and as many that take as little as any does. Of a share it is not said which
+        of them run, and the first, fused with what is before the layers, may take ten times as long as another."""
+        each = self.times_of_copies(op, 1, segment)
+        return tuple(map(_summed, each)), tuple(map(_least, each))
 
     def inputs_choice(self) -> None:
         parents = [p for p, n in self.mesh.parents.items() if n > 1]
@@ -359,7 +366,7 @@ class Formulator:
         t = op.outputs[i]
         return t is not None and op.tag(i) != MUST_SAVE and not self.leaves_its_copy(op, t)
 
-    def rerun(self, op: Op, segment: int, times: tuple[dict[int, float], ...]) -> Rerun:
+    def rerun(self, op: Op, segment: int) -> Rerun:
         """All operators of a class and segment run again, or none. Of a dropout whose mask alone is needed, no operand is."""
         c = self.cl.of[op.name]
         reads: dict[tuple[int, tuple[int, ...]], None] = {}
@@ -382,7 +389,8 @@ class Formulator:
                     made = tuple(wire.node(m[i]) for m in self.cl.made[op.name])  # type: ignore[arg-type]
                     makes[self.names.value_of[wire.name], made] = None
         self.names.reruns.append((op.name, segment))
-        return Rerun(op.name, c, times, tuple(reads), tuple(makes))
+        times, least = self.times_again(op, segment)
+        return Rerun(op.name, c, times, tuple(reads), tuple(makes), loose_times=least)
 
     def twins(self, op: Op, t: Tensor) -> list[Tensor]:
         """What the second to last of the copies that `op` stands for read where the first of them reads `t` of the copy before: its equal in
@@ -444,7 +452,7 @@ class Formulator:
         def fix(pairs: tuple[tuple[int, tuple[int, ...]], ...]) -> tuple[tuple[int, tuple[int, ...]], ...]:
             return tuple((v, tuple(self.renamed[names[v]][n] for n in nodes) if names[v] in self.renamed else nodes) for v, nodes in pairs)
 
-        return Rerun(r.name, r.choice, r.times, fix(r.reads), fix(r.makes), r.group)
+        return replace(r, reads=fix(r.reads), makes=fix(r.makes))
 
     def arcs(self, w: _Wire, have: set[int], want: set[int], stage: int) -> tuple[Arc, ...]:
         places = [self.known.setdefault(p, p) for p in w.nodes]
@@ -477,6 +485,20 @@ class Formulator:
                     a = self.account(stage, resource)
                     out[a] = out.get(a, 0.0) + often * seconds * share
         return out
+
+
+def _summed(each: Sequence[tuple[int, Mapping[int, float]]]) -> dict[int, float]:
+    spent: dict[int, float] = defaultdict(float)
+    for n, times in each:
+        for a, t in times.items():
+            spent[a] += n * t
+    return {a: t for a, t in spent.items() if t}
+
+
+def _least(each: Sequence[tuple[int, Mapping[int, float]]]) -> dict[int, float]:
+    n = sum(n for n, _ in each)
+    least = {a: min(times.get(a, 0.0) for _, times in each) for a in {a for _, times in each for a in times}}
+    return {a: n * t for a, t in least.items() if t}
 
 
 def is_mask_tagged(op: Op) -> bool:
