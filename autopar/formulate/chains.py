@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from autopar.formulate.memory import Rows
     from autopar.graph import Op, Tensor
 
-STEPS = 64, 32, 16, 8  # positions of one operator that are told apart: as many as
+STEPS = 64, 32, 16, 8, 4, 3  # positions of one operator that are told apart: as many as
 EVENTS = 4000  # in all allow
+UNFOLDED = 600  # and so many where no layers repeat: chains go through the whole model, and the solver takes minutes for more
 
 
 class Events:
@@ -110,7 +111,7 @@ class Chains:
         self.rows = rows
         for steps in STEPS:
             self._look(steps)
-            if len(self.events.known) <= EVENTS:
+            if len(self.events.known) <= (EVENTS if rows.f.q.stacks else UNFOLDED):
                 break
         self.at: dict[int, list[Run]] = defaultdict(list)  # position of backward -> what may run for it
         for run in self.runs.values():
