@@ -96,7 +96,7 @@ def solve(
     if price is None or not price.feasible:
         second = Program(problem, Options(fates="binary", fixed=decision.strategies))
         try:
-            values, _, more = _run(second, limits, start, ())
+            values, _, more = _run_from_elastic(second, limits, start)
         except _Failed:  # shares of layers fit, one fate for all layers does not: choose strategies knowing that
             second = Program(problem, Options(fates="binary"))
             try:
@@ -234,6 +234,18 @@ def _run(
     raise NoAnswer(f"no answer within {limits.seconds:.0f} s ({reason.name.lower()})", bound_s)
 
 
+def _run_from_elastic(program: Program, limits: Limits, start: float) -> tuple[Sequence[float], float, str]:
+    """Little above the smallest peak the solver may find nothing for minutes where elastic rows lead to an answer in seconds: to be started from."""
+    left = limits.seconds - (time.perf_counter() - start)
+    try:
+        return _run(program, replace(limits, seconds=left / 4), time.perf_counter(), ())
+    except NoAnswer:
+        known = _smallest(program.problem, limits, start, 0.02, fixed=program.options.fixed)
+        if known is None or not evaluate(program.problem, known).feasible:
+            raise
+        return _run(program, limits, start, (), known)
+
+
 def _explain(problem: Problem, limits: Limits, start: float) -> Infeasible:
     """Elastic rows: the least by which the budget must grow, and the position that binds then."""
     decision = _smallest(problem, limits, start, 0.02)
@@ -246,7 +258,7 @@ def _explain(problem: Problem, limits: Limits, start: float) -> Infeasible:
 def _all_again(program: Program, variables: list[mathopt.Variable]) -> list[mathopt.SolutionHint]:
     """That everything is made again, where strategies are no question: near the smallest peak, and soon looked at."""
     p = program.problem
-    if any(len(c.labels) > 1 for c in p.choices):
+    if program.options.fixed is None and any(len(c.labels) > 1 for c in p.choices):
         return []
     made = {v for r in p.reruns for v, _ in r.makes}
     again = {i: 1.0 for key, i in program.variable.items() if key[0] == "r"}
@@ -254,9 +266,11 @@ def _all_again(program: Program, variables: list[mathopt.Variable]) -> list[math
     return [mathopt.SolutionHint(variable_values={variables[i]: x for i, x in again.items()})]
 
 
-def _smallest(problem: Problem, limits: Limits, start: float, gap: float, within_s: float = float("inf")) -> Decision | None:
-    """What exceeds the budget by the least; None where demands cannot be met."""
-    program = Program(problem, Options(fates="binary", elastic=True))
+def _smallest(
+    problem: Problem, limits: Limits, start: float, gap: float, within_s: float = float("inf"), fixed: Sequence[int] | None = None
+) -> Decision | None:
+    """What exceeds the budget by the least; None where demands cannot be met. fixed: at these strategies."""
+    program = Program(problem, Options(fates="binary", elastic=True, fixed=fixed))
     if within_s < float("inf"):
         program.constrain("limit", -float("inf"), (within_s - problem.constant_s) * 1e3, [(t, 1.0) for t in program.stages])
     model = mathopt.Model.from_model_proto(program.proto("over"))
