@@ -163,7 +163,7 @@ class Problem:
     constant_s: float = 0.0
     forbidden: frozenset[tuple[int, int]] = field(default_factory=frozenset)  # (choice, strategy)
     events: tuple[Event, ...] = ()  # of what runs again: `autopar.formulate.chains`
-    rests: tuple[tuple[tuple[Key, float], ...], ...] = ()  # of the loose rows: sums of coefficient x variable, in bytes
+    rests: tuple[tuple[tuple[Key, float], ...], ...] = ()  # what rows have in common: sums of coefficient x variable, in bytes
     loose: tuple[Row, ...] = ()  # rows that hold for fates that are means over layers, whatever fate each has
     limits: tuple[Limit, ...] = ()
     loose_limits: tuple[Limit, ...] = ()

@@ -94,7 +94,7 @@ def _busy(rows: Rows) -> list[dict[Key, float]]:
         compute = f.account(stage, "compute")
         copies = f.copies[op.name]
         n = sum(f.q.times[copy.name] for copy in copies)
-        for s, times in enumerate(f.times_of(op, stage)):
+        for s, times in enumerate(f.time.of(op, stage)):
             if seconds := times.get(compute, 0.0):
                 for copy in copies:
                     out[rows.stretches.at(rows.position[copy.name])]["x", c, s] += seconds / n

@@ -109,8 +109,13 @@ class Run:
 class Chains:
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
+        self.runs = {run.op.name: run for run in self._runs()}  # in the order of forward
+        for run in self.runs.values():
+            run.readers = tuple(r for r in run.readers if r in self.runs)
         for steps in STEPS:
-            self._look(steps)
+            self.events = Events()
+            for run in reversed(self.runs.values()):
+                self._when(run, steps)
             if len(self.events.known) <= (EVENTS if rows.f.q.stacks else UNFOLDED):
                 break
         self.at: dict[int, list[Run]] = defaultdict(list)  # position of backward -> what may run for it
@@ -118,34 +123,33 @@ class Chains:
             for p in run.at:
                 self.at[p].append(run)
 
-    def _look(self, steps: int) -> None:
-        f, rows, self.events = self.rows.f, self.rows, Events()
+    def _runs(self) -> Iterator[Run]:
+        f = self.rows.f
         which = {key: i for i, key in enumerate(f.names.reruns)}
-        self.runs: dict[str, Run] = {}  # in the order of forward
         for op in f.graph.ops:
             number = which.get((f.q.rep[op.name], f.q.segment[op.name]))
             if op.direction == "forward" and number is not None and f.rules[op.name].kind != "view":
-                made = [t for t in op.outputs if t is not None and not f.leaves_its_copy(op, t)]
-                direct = min((p for t in made for p in rows.users(t.name, "backward")), default=None)
-                readers = tuple(dict.fromkeys(r for t in made for r in rows.readers_through_views(t.name)))
-                self.runs[op.name] = Run(op, number, direct, readers, tuple(m for t in made if (m := self._made(t)) is not None))
-        for run in reversed(self.runs.values()):
-            run.readers = tuple(r for r in run.readers if r in self.runs)
-            self._when(run, steps)
+                made = [(t, self._made(t)) for t in op.outputs if t is not None and not f.again.leaves_its_copy(op, t)]
+                direct = min((m.first for _, m in made if m.first is not None), default=None)
+                readers = tuple(dict.fromkeys(r for _, m in made for r in m.readers))
+                yield Run(op, number, direct, readers, tuple(m for t, m in made if m.nbytes))
 
-    def _made(self, t: Tensor) -> Made | None:
+    def _made(self, t: Tensor) -> Made:
+        users = self.rows.users(t.name, "backward")
+        return Made(self._nbytes(t), min(users, default=None), max(users, default=-1), tuple(self.rows.readers_through_views(t.name)))
+
+    def _nbytes(self, t: Tensor) -> float:
+        """Of the version that is made again; none where nothing is written, or not in one place."""
         f, rows = self.rows.f, self.rows
-        if t.name not in rows.written:
-            return None
         wire = f.wires[f.q.group[t.name]]
         places = {n for end in wire.supplies[0] for n in end.nodes}
-        if len(wire.supplies[0]) != 1 or len(places) != 1:
-            return None
-        users = rows.users(t.name, "backward")
-        nbytes = wire.nbytes * list(wire.nodes)[places.pop()].share(rows.mesh)
-        return Made(nbytes, min(users, default=None), max(users, default=-1), tuple(rows.readers_through_views(t.name)))
+        if t.name not in rows.written or len(wire.supplies[0]) != 1 or len(places) != 1:
+            return 0.0
+        return wire.nbytes * list(wire.nodes)[places.pop()].share(rows.mesh)
 
     def _when(self, run: Run, steps: int) -> None:
+        """Where it runs, of at most so many positions."""
+        run.at, run.ran, run.sure, run.merged = [], [], [], None
         readers = [self.runs[r] for r in run.readers]
         end = run.direct if run.direct is not None else self.rows.end
         run.latest = run.direct if run.direct is not None else max((r.latest for r in readers), default=-1)

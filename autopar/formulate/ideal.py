@@ -47,7 +47,7 @@ def ideal(f: Formulator, problem: Problem, whole: Formulator) -> Problem:
     ]
     reruns = []
     for (name, segment), r in zip(f.names.reruns, problem.reruns, strict=True):
-        again = min(t.get(backward, 0.0) for t in whole.times_again(by_name[name], segment)[1])
+        again = min(t.get(backward, 0.0) for t in whole.time.again(by_name[name], segment)[1])
         reruns.append(Rerun(r.name, r.choice, ({backward: again},), _ends(r.reads), _ends(r.makes)))
     relaxed = Problem(problem.stages, problem.accounts, tuple(choices), tuple(values), tuple(reruns), (), problem.budget_bytes)
     return rows(f, relaxed, ideal=True).loosened

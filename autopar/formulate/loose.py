@@ -76,7 +76,9 @@ class Loosen:
         needed than layers run again."""
         f = self.rows.f
         value_of = f.names.value_of
-        tensors = (t for op in f.graph.ops if op.direction == "forward" for t in op.outputs if t is not None and f.leaves_its_copy(op, t))
+        tensors = (
+            t for op in f.graph.ops if op.direction == "forward" for t in op.outputs if t is not None and f.again.leaves_its_copy(op, t)
+        )
         return {value_of[f.q.group[t.name]] for t in tensors if f.q.group[t.name] in value_of}
 
     @cached_property

@@ -172,9 +172,8 @@ class Rows:
             for said, live in calls.items():
                 for at in found_at:
                     (inside if op.name in layers else outside).append((f"{op.direction}{said} at {op.name}", _sum(static, live[at])))
-        shared: dict[
-            str, tuple[dict[Key, float], dict[Key, float]]
-        ] = {}  # rows of calls: what they have in common with others, and what not
+        # Rows of calls: what they have in common with others, and what not.
+        shared: dict[str, tuple[dict[Key, float], dict[Key, float]]] = {}
         bases = {(said, at): _sum(static, live[column]) for said, live in before.items() for at, column in self.before.items()}
         for i, op, during in self.chains.calls() if self.chains else ():
             for said in spans:
@@ -370,7 +369,7 @@ class Rows:
         f, found = self.f, dict[str, int]()
         for op in reversed(f.graph.ops):
             if op.direction == "forward":
-                mine = [t.name for t in op.outputs if t is not None and not f.leaves_its_copy(op, t)]
+                mine = [t.name for t in op.outputs if t is not None and not f.again.leaves_its_copy(op, t)]
                 at = [p for t in mine for p in self.users(t, "backward")]
                 later = [r for t in mine for r in f.readers.get(t, ()) if r.direction == "forward"]
                 at += [found[r.name] for r in later if r.name in found and f.copy_of.get(r.name) == f.copy_of.get(op.name)]

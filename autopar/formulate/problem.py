@@ -14,20 +14,19 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 from autopar.cost import Cost
-from autopar.cost.inside import inside
-from autopar.cost.memory import base_name, is_view
+from autopar.cost.memory import is_view
+from autopar.formulate.again import Again
 from autopar.formulate.away import fates
 from autopar.formulate.clusters import clusters, narrowed
 from autopar.formulate.memory import rows
 from autopar.formulate.names import Names, moved
-from autopar.formulate.options import OpStrategy
 from autopar.formulate.quotient import Quotient
 from autopar.formulate.setting import Setting, optimizer_s
 from autopar.formulate.storage import storages
-from autopar.graph import DTYPE_BYTES, MUST_RECOMPUTE, MUST_SAVE, Op, Tensor
+from autopar.formulate.times import Times
+from autopar.graph import DTYPE_BYTES, MUST_RECOMPUTE, Op, Tensor
 from autopar.mesh import Mesh
 from autopar.placement import Placement
 from autopar.rules.grammar import Rule
@@ -95,6 +94,7 @@ class Formulator:
         self.copies: dict[str, list[Op]] = defaultdict(list)  # class -> its operators
         for op in graph.ops:
             self.copies[q.rep[op.name]].append(op)
+        self.again, self.time = Again(self), Times(self)
 
     def account(self, stage: int, resource: str) -> int:
         return stage * len(RESOURCES) + RESOURCES.index(resource)
@@ -168,7 +168,7 @@ class Formulator:
                 if op.direction == "forward" and self.is_chained(op) and self.is_read_in_backward(op.out.name):
                     stages.append(1)  # what follows from a parameter is made again
                 for stage in stages:
-                    for s, spent in enumerate(self.times_of(op, stage)):
+                    for s, spent in enumerate(self.time.of(op, stage)):
                         for a, t in spent.items():
                             times[s][a] += t
             self.choice(c.leader, c.labels, [dict(t) for t in times])
@@ -182,37 +182,6 @@ class Formulator:
                 if self.is_chained(op) and self.is_read_in_backward(op.out.name):
                     return True
         return False
-
-    def times_of(self, op: Op, stage: int, segment: int | None = None) -> list[dict[int, float]]:
-        """Per strategy of its cluster, what all operators of a class (those of one segment) take of the accounts of `stage`."""
-        return [_summed(found) for found in self.times_of_copies(op, stage, segment)]
-
-    def times_of_copies(self, op: Op, stage: int, segment: int | None = None) -> list[list[tuple[int, dict[int, float]]]]:
-        """Per strategy and operator in the graph: of how many it is, and what one of them takes. Collectives inside them block."""
-        chosen = self.cl.clusters[self.cl.of[op.name]].members[op.name]
-        known: dict[OpStrategy, list[tuple[int, dict[int, float]]]] = {}
-        for s, strategy in enumerate(chosen):
-            if strategy in known:
-                continue
-            want, made = self.cl.want[op.name][s], self.cl.made[op.name][s]
-            known[strategy] = []
-            for copy in self.copies[op.name]:
-                if segment is not None and self.q.segment[copy.name] != segment:
-                    continue
-                rule, split, spent = self.rules[copy.name], dict(strategy.split), defaultdict[int, float](float)
-                spent[self.account(stage, "compute")] += self.cost.op(copy, rule, split, want, made).seconds
-                for kind, axes, sent in inside(copy, rule, split, want, self.mesh):
-                    c = self.cost.collective(kind, axes, sent)
-                    for resource in (c.link, "compute"):
-                        spent[self.account(stage, resource)] += c.seconds
-                known[strategy].append((self.q.times[copy.name], spent))
-        return [known[s] for s in chosen]
-
-    def times_again(self, op: Op, segment: int) -> tuple[tuple[dict[int, float], ...], tuple[dict[int, float], ...]]:
-        """What it takes to run the operators of a class and segment again: all of them; and as many that take as little as any does. Of a share it is not said which
-        of them run, and the first, fused with what is before the layers, may take ten times as long as another."""
-        each = self.times_of_copies(op, 1, segment)
-        return tuple(map(_summed, each)), tuple(map(_least, each))
 
     def inputs_choice(self) -> None:
         parents = [p for p, n in self.mesh.parents.items() if n > 1]
@@ -278,7 +247,7 @@ class Formulator:
             wire = self.wire(t)
             wire.supplies[direction][End(c, self.nodes(wire, [p for p in places if p is not None]))] = None
             # A view is made again for nothing from what it is a view of; that is what is kept. What must be made again is not kept, if it can be.
-            gone = op.tag(i) == MUST_RECOMPUTE and self.makes_again(op, i)
+            gone = op.tag(i) == MUST_RECOMPUTE and self.again.makes_again(op, i)
             wire.fates = direction == 0 and not is_view(op, self.rules[op.name]) and not gone
             for p in self.params_of_grad.get(t.name, ()):
                 choice, options = self.names.storage[self.q.group[self.graph.params[p].name]]
@@ -325,47 +294,6 @@ class Formulator:
 
     # ---- values --------------------------------------------------------------------------------------------------
 
-    def leaves_its_copy(self, op: Op, t: Tensor) -> bool:
-        """Whether forward reads `t`, made in a copy of a layer, outside of that copy; or in one, and a product made it outside of layers."""
-        home = self.copy_of.get(op.name)
-        if is_view(op, self.rules[op.name]) or (home is None and t.name not in self.follows_from_products):
-            return False
-        todo, seen = [t.name], {t.name}
-        while todo:
-            for r in self.readers.get(todo.pop(), ()):
-                if r.direction == "forward":
-                    if self.copy_of.get(r.name) != home:
-                        return True
-                    if self.rules[r.name].kind == "view" and r.outputs[0] is not None and r.outputs[0].name not in seen:
-                        seen.add(r.outputs[0].name)
-                        todo.append(r.outputs[0].name)
-        return False
-
-    @cached_property
-    def follows_from_products(self) -> set[str]:
-        """What forward makes of a product's or an attention's result."""
-        found: set[str] = set()
-        for op in self.graph.ops:
-            if op.direction == "forward" and (self.rules[op.name].is_heavy or any(t.name in found for t in op.inputs)):
-                found |= {t.name for t in op.outputs if t is not None}
-        return found
-
-    @cached_property
-    def needed_again(self) -> set[str]:
-        """Tensors that backward reads, or what may be made again for it."""
-        found: set[str] = set()
-        for op in reversed(self.graph.ops):
-            again = [i for i, t in enumerate(op.outputs) if t is not None and t.name in found and self.makes_again(op, i)]
-            if op.direction == "backward" or (again and not (again == [1] and is_mask_tagged(op))):
-                found |= {t.name for t in op.inputs}
-        return found
-
-    def makes_again(self, op: Op, i: int) -> bool:
-        """Whether a rerun of `op` supplies its output `i`. What a layer hands on is kept or not needed, and so is what layers get of products outside of them: made
-        again, it would take what is before it with it, all of whose results would then live at once."""
-        t = op.outputs[i]
-        return t is not None and op.tag(i) != MUST_SAVE and not self.leaves_its_copy(op, t)
-
     def rerun(self, op: Op, segment: int) -> Rerun:
         """All operators of a class and segment run again, or none. Of a dropout whose mask alone is needed, no operand is."""
         c = self.cl.of[op.name]
@@ -374,36 +302,22 @@ class Formulator:
         for copy in self.copies[op.name]:
             if self.q.segment[copy.name] != segment:
                 continue
-            mask_alone = is_mask_tagged(copy) and not (copy.out.name in self.needed_again and self.makes_again(copy, 0))
-            for i, t in enumerate(() if mask_alone else copy.inputs):
+            for i, t in enumerate(() if self.again.needs_mask_alone(copy) else copy.inputs):
                 if self.cl.chain.get(self.q.tensor_rep[t.name], ("", ()))[1]:
                     continue  # parameters are at hand in backward; the chain is made again with its reader
-                for wire in {w.name: w for w in map(self.wire, (t, *self.twins(copy, t)))}.values():
+                for wire in {w.name: w for w in map(self.wire, (t, *self.again.twins(copy, t)))}.values():
                     nodes = tuple(wire.node(w[i]) for w in self.cl.want[op.name])
                     if (self.names.value_of[wire.name], nodes) not in reads:
                         wire.reads.append((len(self.names.reruns), nodes))
                         reads[self.names.value_of[wire.name], nodes] = None
             for i, t in enumerate(copy.outputs):
-                if t is not None and self.makes_again(copy, i):
+                if t is not None and self.again.makes_again(copy, i):
                     wire = self.wire(t)
                     made = tuple(wire.node(m[i]) for m in self.cl.made[op.name])  # type: ignore[arg-type]
                     makes[self.names.value_of[wire.name], made] = None
         self.names.reruns.append((op.name, segment))
-        times, least = self.times_again(op, segment)
+        times, least = self.time.again(op, segment)
         return Rerun(op.name, c, times, tuple(reads), tuple(makes), loose_times=least)
-
-    def twins(self, op: Op, t: Tensor) -> list[Tensor]:
-        """What the second to last of the copies that `op` stands for read where the first of them reads `t` of the copy before: its equal in
-        their own copy. (Where the copy before is of another segment, that is another value.)"""
-        home, made = self.copy_of.get(op.name), t.name.split(".")[0]
-        there = self.copy_of.get(made)
-        if home is None or there is None or self.q.times[op.name] == 1 or there != (home[0], home[1] - 1):
-            return []
-        stack = self.q.stacks[home[0]].forward
-        twin = self.by_name[stack[home[1]][stack[there[1]].index(made)]]
-        return [
-            x for x, y in zip(twin.outputs, self.by_name[made].outputs, strict=True) if x is not None and y is not None and y.name == t.name
-        ]
 
     def value(self, w: _Wire) -> Value:
         self.merge(w)
@@ -485,22 +399,3 @@ class Formulator:
                     a = self.account(stage, resource)
                     out[a] = out.get(a, 0.0) + often * seconds * share
         return out
-
-
-def _summed(each: Sequence[tuple[int, Mapping[int, float]]]) -> dict[int, float]:
-    spent: dict[int, float] = defaultdict(float)
-    for n, times in each:
-        for a, t in times.items():
-            spent[a] += n * t
-    return {a: t for a, t in spent.items() if t}
-
-
-def _least(each: Sequence[tuple[int, Mapping[int, float]]]) -> dict[int, float]:
-    n = sum(n for n, _ in each)
-    least = {a: min(times.get(a, 0.0) for _, times in each) for a in {a for _, times in each for a in times}}
-    return {a: n * t for a, t in least.items() if t}
-
-
-def is_mask_tagged(op: Op) -> bool:
-    """Whether the user wants a dropout's mask made again. It is drawn from a counter, so of nothing."""
-    return base_name(op) == "native_dropout" and op.tag(1) == MUST_RECOMPUTE
