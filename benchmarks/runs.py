@@ -202,7 +202,7 @@ def _layouts(
         offload=offload, name=source, shard_ways=min(dp * cp, max(1, cluster.devices_per_node // tp)) if framework.nodes_shard else None,
     )  # fmt: skip
     sizes = [_count(v, "micro_batch")] if v["micro_batch"] else [1, 2, 4, 8]
-    chunks = [_count(v, "vpp", "1")] if v["vpp"] or pp == 1 else [n for n in (1, 2, 3, 4, 6) if layers % (pp * n) == 0]
+    chunks = [_count(v, "vpp", "1")] if v["vpp"] or pp == 1 else [n for n in range(1, layers // pp + 1) if layers % (pp * n) == 0]
     # Interleaved, a pipeline takes micro-batches in groups of as many as it has ranks.
     found = [
         replace(common, micro_batch=b, virtual=c)
@@ -216,7 +216,7 @@ def _layouts(
     unsaid = {"cp": "1", "recompute": "none", "sp": sp, "micro_batch": "the fastest of 1, 2, 4, 8"}
     notes += [f"{k} is not stated: {value}" for k, value in unsaid.items() if value and not v[k]]
     if pp > 1 and not v["vpp"]:
-        notes.append("vpp is not stated: the fastest of 1, 2, 3, 4, 6")
+        notes.append("vpp is not stated: the fastest that splits the layers evenly")
     return found
 
 

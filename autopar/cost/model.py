@@ -3,6 +3,7 @@
     products              launch + FLOPs / (g P) + rho bytes / (eta B)     P peak, B memory bandwidth, both of the device
     attention             launch + max( FLOPs / (g P), bytes / (eta B) )
     everything else       launch + bytes / (eta B)                          bytes: what is left of it after fusion
+    random numbers        as these; drawn call by call, all that the operators of a draw move besides (`draws`)
     views                 0
 
 g, eta and rho are the cluster's fitted constants. Where it has curves, measured seconds of whole calls, those are the price instead:
@@ -17,10 +18,11 @@ lowering too.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from autopar.cluster import Cluster
-from autopar.cost import compute, links, memory
+from autopar.cost import compute, draws, links, memory
 from autopar.cost.fusion import Fused
 from autopar.cost.links import CollectiveCost
 from autopar.errors import MeshError
@@ -72,10 +74,14 @@ class Cost:
         flops = compute.flops(op, rule, strategy, self.mesh)
         read = frozenset(t.name for t in memory.reads(op))
         written = frozenset(t.name for t in memory.writes(op))
-        launches = bool(written)
+        launches: float = bool(written)
         if rule.kind not in compute.HEAVY and self.fused is not None and op.name in self.fused:
             read, written, launches = self.fused[op.name]
         moved = memory.moved_bytes(op, ins, outs, self.mesh, read, written)
+        if rule.kind == "random" and self.fused is None and outs[0] is not None:
+            per_element, calls = draws.draw()
+            moved += per_element * math.prod(outs[0].local_shape(self.mesh))
+            launches += calls
         kind = compute.attention_kind(op, rule, strategy, self.mesh) if rule.kind == "attention" else rule.kind
         return OpCost(self.kernel_s(kind, compute.compute_dtype(op), flops, moved, launches), flops, moved)
 

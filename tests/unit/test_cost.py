@@ -7,9 +7,13 @@ from itertools import combinations
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from autopar import random
 from autopar.cluster import Cluster
 from autopar.cost import Cost, OpCost
 from autopar.cost.fusion import ALONE, _groups, _Looks, fused
@@ -356,6 +360,38 @@ def test_optimizer_and_host() -> None:
 
 
 # ---- fusion --------------------------------------------------------------------------------------------------------
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes that calls read and write, and how many calls there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes, self.calls = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.nbytes += sum(x.nbytes for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor))
+        self.calls += 1
+        return out
+
+
+def test_dropout_call_by_call() -> None:
+    """A counter's words go through memory forty times; in one kernel they do not."""
+    n = 1 << 16
+    op = call(
+        "aten.native_dropout.default",
+        tensor("x", n, dtype="float32"),
+        0.1,
+        True,
+        out=(tensor("y.0", n, dtype="float32"), tensor("y.1", n, dtype="bool")),
+    )
+    with Traffic() as ran:
+        random.dropout(torch.ones(n), 0.1, torch.tensor([3, 1]), 5, torch.arange(n))
+    alone = price(op)
+    assert alone.bytes == pytest.approx(ran.nbytes, rel=0.05)
+    assert 3e-6 * 30 < alone.seconds - alone.bytes / MEMORY < 3e-6 * ran.calls
+    assert price(op, cost=Cost(H100, ONE, fused(graph([op], ("y.0", "y.1")), {op.name: lookup(op)}))).bytes == 9 * n
 
 
 def graph(ops: list[Op], outputs: tuple[str, ...], grads: dict[str, str] | None = None) -> Graph:
