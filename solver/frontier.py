@@ -23,6 +23,7 @@ from typing import Generic, TypeVar
 
 from ortools.math_opt.python import mathopt
 
+from autopar.solver.highs import highs
 from autopar.solver.model import Options, Program
 from autopar.solver.problem import Key, Problem
 from autopar.solver.solve import Limits, Solution, smallest, whole
@@ -178,7 +179,7 @@ class Relaxation:
         for constraint, row in zip(self.rows, self.problem.rows, strict=True):
             constraint.upper_bound = (budget_bytes - row.constant) / 1e9
         params = mathopt.SolveParameters(time_limit=datetime.timedelta(seconds=limits.seconds))
-        result = mathopt.solve(self.model, mathopt.SolverType.HIGHS, params=params)
+        result = highs(self.model, params)
         reason = result.termination.reason
         if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
             return None

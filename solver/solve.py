@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from ortools.math_opt.python import mathopt
 
 from autopar.solver.evaluate import Price, evaluate, rests_bytes, tidy, variables_on
+from autopar.solver.highs import highs
 from autopar.solver.model import Options, Program
 from autopar.solver.problem import Decision, Problem
 
@@ -220,7 +221,7 @@ def _run(
         rests = rests_bytes(program.problem, known)
         values = {variables[i]: rests[key[1]] / 1e9 if key[0] == "s" else float(on(key)) for key, i in program.variable.items()}
         given.solution_hints.append(mathopt.SolutionHint(variable_values=values))
-    result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=params, model_params=given)
+    result = highs(model, params, given)
     reason = result.termination.reason
     if reason in (mathopt.TerminationReason.OPTIMAL, mathopt.TerminationReason.FEASIBLE):
         found = result.variable_values()
@@ -275,12 +276,8 @@ def _smallest(
         program.constrain("limit", -float("inf"), (within_s - problem.constant_s) * 1e3, [(t, 1.0) for t in program.stages])
     model = mathopt.Model.from_model_proto(program.proto("over"))
     left = max(5.0, limits.seconds - (time.perf_counter() - start))
-    result = mathopt.solve(
-        model,
-        mathopt.SolverType.HIGHS,
-        params=mathopt.SolveParameters(time_limit=datetime.timedelta(seconds=left), relative_gap_tolerance=gap),
-        model_params=mathopt.ModelSolveParameters(solution_hints=_all_again(program, list(model.variables()))),
-    )
+    params = mathopt.SolveParameters(time_limit=datetime.timedelta(seconds=left), relative_gap_tolerance=gap)
+    result = highs(model, params, mathopt.ModelSolveParameters(solution_hints=_all_again(program, list(model.variables()))))
     reason = result.termination.reason
     if reason not in (mathopt.TerminationReason.OPTIMAL, mathopt.TerminationReason.FEASIBLE):
         if reason == mathopt.TerminationReason.NO_SOLUTION_FOUND:
