@@ -4,13 +4,15 @@ psi parameters that a device computes with are shared by D ranks (dp x cp: those
 of a rank, times psi (D - 1) / D:
 
     ZeRO-0, DDP       all-reduce of gradients, once a step                 2 x reduce
-    ZeRO-1, ZeRO-2    reduce-scatter of gradients, all-gather of copies    reduce + param            (4 + 2 in Megatron-LM)
+    ZeRO-1            reduce-scatter of gradients, all-gather of copies    reduce + param            (4 + 2 in Megatron-LM)
+    ZeRO-2            the same, but gradients are nowhere whole, so they   m reduce + param
+                      are reduced with every micro-batch
     ZeRO-3, FSDP      gathers before forward and before backward, reduce-scatter, every micro-batch    m (2 param + reduce)
 
 HSDP shards over `shard_ways` ranks, and sums over the replicas of them: all-reduce of what a rank holds.
 
 Where a runtime overlaps it, it runs beside one micro-batch, if it is once a step (reductions beside the last backward, gathers beside the next
-forward), or, with ZeRO-3, beside all of the step. A share of it
+forward), or else beside all of the step. A share of it
 is waited for all the same (kernels that compete for the device, the first and the last of it):  max( share x traffic, traffic - window ).
 
 Source: Rajbhandari et al., "ZeRO", 2020, section 7; the share is fitted.
@@ -45,6 +47,10 @@ def sharded_over(layout: Layout, replicas: int) -> int:
     return ways
 
 
+def is_once_a_step(layout: Layout, micro_batches: int) -> bool:
+    return layout.zero < 2 or (layout.zero == 2 and micro_batches == 1)
+
+
 def traffic(
     params: float, layout: Layout, runtime: Runtime, cost: Cost, replicas: int, micro_batches: int, window_s: float, step_window_s: float
 ) -> Traffic:
@@ -65,8 +71,10 @@ def traffic(
         near, far = _split(axes, cost, ways)
         gather, scatter = took("all_gather", p * params, near, ways), took("reduce_scatter", r * params, near, ways)
         replicate = took("all_reduce", r * params / ways, far, every // ways)
-        if layout.zero < 3:
+        if is_once_a_step(layout, micro_batches):
             seconds, window = gather + scatter + replicate, window_s
+        elif layout.zero == 2:
+            seconds, window = gather + micro_batches * scatter + replicate, step_window_s
         else:
             gathers = 2 if layout.reshard_after_forward else 1
             seconds, window = micro_batches * (gathers * gather + scatter) + replicate, step_window_s

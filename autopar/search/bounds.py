@@ -7,7 +7,7 @@ A step takes  run + max over ranks ( wait + update ),  run being the replay of t
                                                               seconds of a stage grow with the FLOPs and bytes of its pieces
     update  >= update of no more parameters                   it is linear in them, or a curve that does not fall
     wait    >= share x traffic                                the share that is waited for, of no more bytes: collectives' prices grow with bytes
-    run + wait  >=  traffic + run - window                    the other branch; the window is at most one micro-batch of the rank's compute, or with ZeRO-3 all of it,
+    run + wait  >=  traffic + run - window                    the other branch; the window is at most one micro-batch of the rank's compute, or all of it where traffic is not once a step,
                 and run - window >= (m - 1) micro-batches     and a run is no shorter than a rank's compute
 
 Of a shape, whatever its virtual stages and what it makes again: the slowest of p ranks has at least a p-th of a micro-batch's compute, m times.
@@ -26,7 +26,7 @@ from autopar.cluster import Cluster
 from autopar.cost.model import Cost
 from autopar.pipeline import Schedule, Times, lower_bound_s
 from autopar.predict import memory
-from autopar.predict.data import sharded_over, traffic
+from autopar.predict.data import is_once_a_step, sharded_over, traffic
 from autopar.predict.pieces import Piece
 from autopar.predict.runtime import Runtime
 from autopar.predict.seconds import Seconds
@@ -98,7 +98,7 @@ class Bounds:
         for rank, mine in enumerate(params):
             moved_s = traffic(mine, layout, self.runtime, cost, shape.dp, m, 0.0, 0.0).seconds
             done_s = update_s(mine, layout, cost, ways, self.optimizer)
-            beside_s = 0.0 if zero == 3 else (m - 1) * times.rank_s(rank)
+            beside_s = (m - 1) * times.rank_s(rank) if is_once_a_step(layout, m) else 0.0
             least = max(least, run_s + share * moved_s + done_s, moved_s + beside_s + done_s)
         return least
 

@@ -7,8 +7,7 @@ Devices of a shape are whole nodes, or a part of one node; what is left of the c
 it, too: twice the nodes never have a worse best layout.
 
 Not tried, because something tried is never worse: gpipe (1f1b takes as long and holds less), ZeRO where nothing shares the state, recompute
-"selective" where attention is one kernel ("none" is the same then). ZeRO-2 is tried for steps of one micro-batch: with more, gradients are added up whole, which is ZeRO-1.
-ZeRO-3 is tried without a pipeline only: within one it would gather every layer for every micro-batch of every stage.
+"selective" where attention is one kernel ("none" is the same then). ZeRO-3 is tried without a pipeline only: within one it would gather every layer for every micro-batch of every stage.
 """
 
 from __future__ import annotations
@@ -146,7 +145,7 @@ def virtuals(space: Space, shape: Shape, layers: int) -> list[int]:
 def zeros(space: Space, shape: Shape) -> list[int]:
     """ZeRO's levels that say something else than a lower one."""
     shared = shape.dp * shape.cp > 1
-    allowed = {0: True, 1: shared, 2: shared and shape.micro_batches == 1, 3: shared and shape.pp == 1}
+    allowed = {0: True, 1: shared, 2: shared, 3: shared and shape.pp == 1}
     return [z for z in space.zero if allowed[z]] or ([0] if not shared else [])
 
 

@@ -189,6 +189,18 @@ def test_data_parallel_traffic_by_hand() -> None:
     assert waits.exposed_s == pytest.approx(told.seconds - 0.001)
 
 
+def test_gradients_that_are_nowhere_whole_are_reduced_with_every_micro_batch() -> None:
+    """ZeRO-2 moves psi (4 m + 2) (D - 1) / D bytes: of one micro-batch what ZeRO-1 does; of more it is hidden beside all of them."""
+    cluster = Cluster.of("h100:8")
+    cost = Cost(cluster, Mesh.of({"pp": 1, "dp": 8, "cp": 1, "tp": 1}))
+    first, second = Layout(zero=1), Layout(zero=2)
+    assert traffic(1e9, second, BY_HAND, cost, 8, 1, 1.0, 1.0) == traffic(1e9, first, BY_HAND, cost, 8, 1, 1.0, 1.0)
+    told = traffic(1e9, second, BY_HAND, cost, 8, 4, 1.0, 4.0)
+    assert told.seconds == pytest.approx(18e9 * 7 / 8 / cluster.intra.reached_Bps + 5 * cluster.intra.latency_s)
+    beside = traffic(1e9, second, replace(BY_HAND, data_exposed=0.1), cost, 8, 4, 0.001, 0.004)
+    assert beside.exposed_s == pytest.approx(told.seconds - 0.004)
+
+
 def test_a_pipeline_of_even_stages(one: tuple[Piece, ...]) -> None:
     """Without what comes before and after the layers, the bubble is (p - 1) / m of the work (Narayanan et al., SC21, section 2.2)."""
     only = tuple(p for p in one if p.layers)

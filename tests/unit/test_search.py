@@ -111,7 +111,7 @@ def everything(kind: str, devices: str, runtime: str = "autopar") -> list[tuple[
             for v, recompute, zero in itertools.product(range(1, depth + 3), ("none", "selective", "balanced", "full"), range(4)):
                 if v > 1 and (pp == 1 or all((depth + short) % (pp * v) for short in range(3))):
                     continue
-                if (zero and dp * cp == 1) or (zero == 2 and dp * size != BATCH) or (zero == 3 and pp > 1):
+                if (zero and dp * cp == 1) or (zero == 3 and pp > 1):
                     continue
                 if recompute == "selective" and not how.unfused_passes:
                     continue
