@@ -4,7 +4,7 @@
 
 Three models, each under the hand layouts, run by `autopar.compile(..., layout=..., backend="aot_eager")` with fused AdamW. The prediction is the price of the
 rewritten step that runs (`autopar.price`) on the cluster that `autopar calibrate`'s measurements and fit make of as many processes. Every few samples
-of calibration a step runs, of each case in turn, so that other work on the machine is in both alike; a step's time is the median of all its runs, its
+of calibration (whose own steps, of another model, run before, between and after) a step runs, of each case in turn, so that other work on the machine is in both alike; a step's time is the median of all its runs, its
 interval that of the median at 95 % (order statistics). `wrong`: pairs of layouts of a model whose intervals do not overlap and whose predictions are the other way round.
 """
 
@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -117,8 +118,9 @@ def taken(device: Any, local: int, seconds: float, tell: Callable[[str], None], 
     import torch.distributed as dist
 
     from autopar.calibrate import wires
-    from autopar.calibrate.measure import Measured, together
+    from autopar.calibrate.measure import Measured, stepped, together
     from autopar.calibrate.result import calibration
+    from autopar.calibrate.steps import references
     from autopar.calibrate.timing import Clock
 
     layouts = a.layouts.split(",") if local > 1 else [a.layouts.split(",")[0]]  # they are all the same on one
@@ -129,10 +131,13 @@ def taken(device: Any, local: int, seconds: float, tell: Callable[[str], None], 
         cases[name] = Case(*name, local, a)
         cases[name].run()
     clock = Clock(device, WINDOW_S)
+    whole = references(local)
     times: dict[tuple[str, str], list[float]] = {n: [] for n in names}
     samples, beside = [], []
     for turn in range(a.turns):
         tell(f"turn {turn + 1} of {a.turns}")
+        for reference in whole:
+            reference.measure(clock)
         following = itertools.cycle(cases.items())
         for i, sample in enumerate(calibrated(clock, local)):
             samples.append(sample)
@@ -141,7 +146,10 @@ def taken(device: Any, local: int, seconds: float, tell: Callable[[str], None], 
                 times[name].append(clock.agreed(clock.window(case.run, 1)))
         if local > 1:
             beside += wires.contention(clock)
+    for reference in whole:
+        reference.measure(clock)
     mine = Measured(tuple(samples), "cpu", "CPU", 1e9, local * 1e9, 1, local, 1, tuple(beside), 0.0)
+    mine = replace(mine, steps=stepped(whole, mine))
     every: list[Any] = [mine]
     if local > 1:
         every = [None] * local

@@ -5,6 +5,7 @@
     work.py       products, attention, memory-bound ops, the optimizer
     wires.py      collectives by kind, size and group; what they take from compute that runs beside them
     copies.py     to host memory and to files
+    steps.py      whole steps of a small model, beside the calls that they are made of
     fit.py        least squares, with the uncertainty of every constant
     result.py     what was fitted as a Cluster, with its sources and uncertainties, and as text
 

@@ -6,11 +6,13 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from autopar.calibrate import copies, wires, work
+from autopar.calibrate.steps import Reference, Stepped, references
 from autopar.calibrate.timing import Clock, Sample
 
 WINDOWS_IN_ALL = 2500  # of the whole time, one window is this part
@@ -20,7 +22,7 @@ FOR_WORK, FOR_COLLECTIVES = 0.35, 0.5  # the rest is for copies, files and what 
 @dataclass(frozen=True)
 class Measured:
     """samples: of one process, or of all together. device: as its driver calls it; memory_bytes: of a device; host_bytes: of a node; threads: that compute
-    in one process; processes: of a node; contention: see `wires`; seconds: that it took."""
+    in one process; processes: of a node; contention: see `wires`; seconds: that it took; steps: see `steps`."""
 
     samples: tuple[Sample, ...]
     device_type: str
@@ -32,6 +34,7 @@ class Measured:
     nodes: int
     contention: tuple[float, ...]
     seconds: float
+    steps: tuple[Stepped, ...] = ()
 
 
 def measure(device: torch.device, local: int, seconds: float, tell: Callable[[str], None]) -> Measured:
@@ -39,14 +42,19 @@ def measure(device: torch.device, local: int, seconds: float, tell: Callable[[st
     began = time.monotonic()
     clock = Clock(device, seconds / WINDOWS_IN_ALL)
     clock.barrier()
-    found = list(work.samples(clock, FOR_WORK * seconds, tell))
-    found += copies.samples(clock, tell)
     world = dist.get_world_size() if dist.is_initialized() else 1
+    tell("whole steps")
+    whole = references(world) if device.type == "cpu" else []
+    step(whole, clock)
+    found = list(work.samples(clock, FOR_WORK * seconds, tell))
+    step(whole, clock)
+    found += copies.samples(clock, tell)
     beside: tuple[float, ...] = ()
     if world > 1:
         tell("compute beside a collective")
         beside = wires.contention(clock)
         found += wires.samples(clock, wires.SIZES, FOR_COLLECTIVES * seconds, local, tell)
+    step(whole, clock)
     host = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     if device.type == "cuda":
         card = torch.cuda.get_device_properties(device)
@@ -54,7 +62,25 @@ def measure(device: torch.device, local: int, seconds: float, tell: Callable[[st
     else:
         name, memory = f"{os.uname().machine} CPU", host / local
     nodes = -(-world // local)
-    return Measured(tuple(found), device.type, name, memory, host, torch.get_num_threads(), local, nodes, beside, time.monotonic() - began)
+    mine = Measured(tuple(found), device.type, name, memory, host, torch.get_num_threads(), local, nodes, beside, 0.0)
+    return replace(mine, steps=stepped(whole, mine), seconds=time.monotonic() - began)
+
+
+def step(whole: list[Reference], clock: Clock) -> None:
+    for reference in whole:
+        reference.measure(clock)
+
+
+def stepped(whole: list[Reference], mine: Measured) -> tuple[Stepped, ...]:
+    """The steps beside their calls, by what all processes measured of these (collective)."""
+    from autopar.calibrate.result import calibration  # which reads what is measured here
+
+    every: list[Any] = [mine]
+    if dist.is_initialized():
+        every = [None] * dist.get_world_size()
+        dist.all_gather_object(every, mine)
+    cluster = calibration(together(every)).cluster
+    return tuple(s for reference in whole for s in reference.stepped(cluster))
 
 
 def together(ranks: list[Measured]) -> Measured:

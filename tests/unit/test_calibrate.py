@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from autopar.calibrate import fit
 from autopar.calibrate.measure import Measured, together
 from autopar.calibrate.result import calibration
+from autopar.calibrate.steps import Stepped
 from autopar.calibrate.timing import Sample
 from autopar.calibrate.wires import sent
 from autopar.cli import app
@@ -184,6 +185,25 @@ def test_measured_work_is_monotone(flops: float, more: float, nbytes: float, kin
 
 
 CALIBRATED = calibration(made()).cluster
+
+
+def test_calls_take_more_in_a_step() -> None:
+    """What steps miss is in the curves of work, call by call; in collectives' and the optimizer's it is not. One interrupted step counts little."""
+    alone, calls, missing_s = made(), 200.0, 4e-5
+    steps = tuple(Stepped(0.02 + 0.005 + calls * missing_s * x, 0.02, 0.005, calls) for x in (0.98, 1.0, 1.02, 30.0))
+    plain, found = calibration(alone).cluster, calibration(replace(alone, steps=steps))
+    assert found.missing is not None and found.missing.value == pytest.approx(missing_s, rel=0.03)
+    assert "a call in a step" in found.text() and "more than what they take by themselves" in found.cluster.model_dump_json()
+    for before, after in zip(plain.device.curves, found.cluster.device.curves, strict=True):
+        more = 0.0 if before.of == "optimizer" else found.missing.value
+        assert after.seconds == pytest.approx([more + s for s in before.seconds])
+    assert found.cluster.curves == plain.curves
+    assert calibration(replace(alone, steps=(Stepped(0.01, 0.02, 0.005, calls),))).cluster == Cluster.model_validate(
+        {
+            **plain.model_dump(),
+            "sources": calibration(replace(alone, steps=(Stepped(0.01, 0.02, 0.005, calls),))).cluster.model_dump()["sources"],
+        }
+    ), "calls are not faster in a step"
 
 
 def test_one_process_has_no_collectives() -> None:
