@@ -80,7 +80,7 @@ def stepped(whole: list[Reference], mine: Measured) -> tuple[Stepped, ...]:
         every = [None] * dist.get_world_size()
         dist.all_gather_object(every, mine)
     cluster = calibration(together(every)).cluster
-    return tuple(s for reference in whole for s in reference.stepped(cluster))
+    return tuple(reference.stepped(cluster) for reference in whole)
 
 
 def together(ranks: list[Measured]) -> Measured:

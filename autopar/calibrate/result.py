@@ -17,7 +17,7 @@ import numpy as np
 from autopar.calibrate import fit
 from autopar.calibrate.fit import Fitted, Points
 from autopar.calibrate.measure import Measured
-from autopar.calibrate.steps import Stepped, later
+from autopar.calibrate.steps import More, more
 from autopar.calibrate.timing import Sample
 from autopar.cluster import Cluster, ClusterError
 from autopar.cost.compute import ATTENTION
@@ -28,28 +28,25 @@ from autopar.machine import kind_of
 
 MEMORY_BOUND = ("cheap", "norm", "loss", "optimizer")
 LARGEST = 0.25  # products of this share of the largest one's FLOPs, or more, say what is reached of the peak
-MOST_S = 0.01  # that a call may take more in a step: beyond, something else kept the machine busy
 RESERVE = 0.1  # of a CPU process's share of memory: interpreter, torch, buffers of the communicators
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """fitted: constants by their path in the file. seconds: that measuring took. missing: seconds that a call takes more in a step than by itself, where
-    steps were measured; they are in the curves of work."""
+    """fitted: constants by their path in the file. seconds: that measuring took. more: what calls take in a step besides what they take by
+    themselves, where steps were measured; it is in the curves of work."""
 
     cluster: Cluster
     fitted: dict[str, Fitted]
     seconds: float
-    missing: Fitted | None = None
+    more: More | None = None
 
     def text(self) -> str:
         c = self.cluster
         lines = [f"{c.name}: {c.nodes} x {c.devices_per_node} {c.device.name}, measured in {self.seconds:.0f} s", ""]
         lines += [f"  {path:<42}{f.value:>12.4g}  +- {100 * f.relative_sd:.1f} %" for path, f in self.fitted.items()]
-        if self.missing:
-            lines.append(
-                f"  {'a call in a step, more than alone, s':<42}{self.missing.value:>12.4g}  +- {100 * self.missing.relative_sd:.1f} %"
-            )
+        for what, f in (("share", self.more.share), ("s", self.more.seconds)) if self.more else ():
+            lines.append(f"  {f'more of a call in a step, {what}':<42}{f.value:>12.4g}  +- {100 * f.relative_sd:.1f} %")
         for k in c.device.curves:
             what = f"{k.of} {k.dtype}".strip()
             unit = "B/s" if k.of in MEMORY_BOUND else "FLOP/s"
@@ -78,8 +75,8 @@ def calibration(m: Measured) -> Calibration:
     base, known = _base(m)
     samples = list(m.samples)
     fitted: dict[str, Fitted] = {}
-    missing = _missing(m.steps)
-    device = _device(m, samples, base.device, known, fitted, missing.value if missing else 0.0)
+    besides = more(m.steps) if m.steps else None
+    device = _device(m, samples, base.device, known, fitted, besides)
     links = {where: _link(samples, base, where, known, fitted) for where in ("intra", "inter")}
     host = _copy(samples, "host", base.host, "host", fitted)
     disk = Nvme(**{k: _copy(samples, f"nvme_{k}", None, f"nvme.{k}", fitted) for k in ("read", "write")})
@@ -92,19 +89,9 @@ def calibration(m: Measured) -> Calibration:
     cluster = Cluster(
         name=f"{base.name}-calibrated", device=device, devices_per_node=m.processes, nodes=m.nodes, host=host, nvme=disk, host_memory_bytes=m.host_bytes,
         intra=links["intra"], inter=Network(**{**base.inter.model_dump(), **links["inter"].model_dump()}), contention=contention, curves=collective_curves(samples),
-        sources=_sources(m, fitted, base, known, missing), uncertainties=tuple(Uncertainty(of=k, relative=f.relative_sd) for k, f in fitted.items()),
+        sources=_sources(m, fitted, base, known, besides), uncertainties=tuple(Uncertainty(of=k, relative=f.relative_sd) for k, f in fitted.items()),
     )  # fmt: skip
-    return Calibration(cluster, fitted, m.seconds, missing)
-
-
-def _missing(steps: tuple[Stepped, ...]) -> Fitted | None:
-    """Of a call; the median, for a step that something interrupts takes much longer."""
-    if not steps:
-        return None
-    each = np.array([s.missing_s for s in steps])
-    middle = float(np.median(each))
-    spread = 1.4826 * float(np.median(np.abs(each - middle))) / np.sqrt(len(each))
-    return Fitted(min(MOST_S, max(0.0, middle)), spread / max(abs(middle), 1e-9))
+    return Calibration(cluster, fitted, m.seconds, besides)
 
 
 def _base(m: Measured) -> tuple[Cluster, bool]:
@@ -117,8 +104,7 @@ def _base(m: Measured) -> tuple[Cluster, bool]:
         return Cluster.of("h100"), False
 
 
-def _device(m: Measured, samples: list[Sample], base: Device, known: bool, fitted: dict[str, Fitted], missing_s: float) -> Device:
-    """missing_s: of a call in a step."""
+def _device(m: Measured, samples: list[Sample], base: Device, known: bool, fitted: dict[str, Fitted], besides: More | None) -> Device:
     cheap = _of(samples, "cheap")
     bandwidth = base.memory_bandwidth_Bps if known else max(_rates(cheap))
     largest = max(s.amount for s in cheap)
@@ -152,7 +138,7 @@ def _device(m: Measured, samples: list[Sample], base: Device, known: bool, fitte
         attention_forward_efficiency=efficiency("attention", "device.attention_forward_efficiency"),
         attention_backward_efficiency=efficiency("attention_backward", "device.attention_backward_efficiency"),
         memory_efficiency=reached, matmul_memory_overlap=min(1.0, rho.value), launch_s=launch.value,
-        curves=later(work, missing_s),
+        curves=besides.of(work) if besides else tuple(work),
     )  # fmt: skip
 
 
@@ -195,10 +181,11 @@ def collective_curves(samples: list[Sample]) -> tuple[CollectiveCurve, ...]:
     return tuple(out)
 
 
-def _sources(m: Measured, fitted: dict[str, Fitted], base: Cluster, known: bool, missing: Fitted | None) -> tuple[Source, ...]:
+def _sources(m: Measured, fitted: dict[str, Fitted], base: Cluster, known: bool, besides: More | None) -> tuple[Source, ...]:
     how = f"measured by `autopar calibrate`: {m.processes} processes a node, {m.nodes} nodes, {m.threads} threads each, all at once"
-    if missing:
-        how += f"; device.curves are of calls in a step, {missing.value:.3g} s more than what they take by themselves"
+    if besides:
+        share, more_s = besides.share.value, besides.seconds.value
+        how += f"; device.curves are of calls in a step, {100 * share:.3g}% and {more_s:.3g} s more than what they take by themselves"
     own = ["device.name", "device.memory_bytes", "device.curves", "curves", "devices_per_node", "nodes", "host_memory_bytes", *fitted]
     if not known:
         own += ["device.peak_flops", "device.memory_bandwidth_Bps"]

@@ -187,23 +187,38 @@ def test_measured_work_is_monotone(flops: float, more: float, nbytes: float, kin
 CALIBRATED = calibration(made()).cluster
 
 
+def stepped(local_s: float, calls: float, share: float, more_s: float) -> Stepped:
+    """Five steps, the last of them interrupted."""
+    whole_s = local_s * (1 + share) + calls * more_s + 0.005
+    return Stepped((*(whole_s * x for x in (0.99, 1.0, 1.0, 1.01)), 30.0), local_s, 0.005, calls)
+
+
 def test_calls_take_more_in_a_step() -> None:
-    """What steps miss is in the curves of work, call by call; in collectives' and the optimizer's it is not. One interrupted step counts little."""
-    alone, calls, missing_s = made(), 200.0, 4e-5
-    steps = tuple(Stepped(0.02 + 0.005 + calls * missing_s * x, 0.02, 0.005, calls) for x in (0.98, 1.0, 1.02, 30.0))
-    plain, found = calibration(alone).cluster, calibration(replace(alone, steps=steps))
-    assert found.missing is not None and found.missing.value == pytest.approx(missing_s, rel=0.03)
-    assert "a call in a step" in found.text() and "more than what they take by themselves" in found.cluster.model_dump_json()
+    """What steps miss is in the curves of work; in collectives' and the optimizer's it is not."""
+    steps = tuple(stepped(c, n, 0.3, 4e-5) for c, n in ((0.02, 200), (0.1, 220), (0.03, 250)))
+    plain, found = calibration(made()).cluster, calibration(replace(made(), steps=steps))
+    assert found.more is not None
+    assert (found.more.share.value, found.more.seconds.value) == pytest.approx((0.3, 4e-5), rel=0.02)
+    assert 0 < found.more.share.relative_sd < 0.2
+    assert "of a call in a step" in found.text() and "more than what they take by themselves" in found.cluster.model_dump_json()
     for before, after in zip(plain.device.curves, found.cluster.device.curves, strict=True):
-        more = 0.0 if before.of == "optimizer" else found.missing.value
-        assert after.seconds == pytest.approx([more + s for s in before.seconds])
+        share, more_s = (0.0, 0.0) if before.of == "optimizer" else (found.more.share.value, found.more.seconds.value)
+        assert after.seconds == pytest.approx([(1 + share) * s + more_s for s in before.seconds])
     assert found.cluster.curves == plain.curves
-    assert calibration(replace(alone, steps=(Stepped(0.01, 0.02, 0.005, calls),))).cluster == Cluster.model_validate(
-        {
-            **plain.model_dump(),
-            "sources": calibration(replace(alone, steps=(Stepped(0.01, 0.02, 0.005, calls),))).cluster.model_dump()["sources"],
-        }
-    ), "calls are not faster in a step"
+
+
+@pytest.mark.parametrize(
+    "share, more_s, want", [(-0.2, 4e-5, (0.0, None)), (0.3, -1e-5, (None, 0.0)), (-0.2, -1e-5, (0.0, 0.0)), (99.0, 0.0, (2.0, None))]
+)
+def test_calls_are_not_faster_in_a_step(share: float, more_s: float, want: tuple[float | None, float | None]) -> None:
+    """Nor thrice as slow: then something else kept the machine busy."""
+    steps = tuple(stepped(c, n, share, more_s) for c, n in ((0.02, 200), (0.1, 220), (0.03, 250)))
+    plain, found = calibration(made()).cluster.device.curves[0], calibration(replace(made(), steps=steps)).cluster.device.curves[0]
+    least, most = plain.seconds[0], plain.seconds[-1]
+    grown = (found.seconds[-1] - found.seconds[0]) / (most - least) - 1
+    added = found.seconds[0] - (1 + grown) * least
+    for got, wanted in zip((grown, added), want, strict=True):
+        assert got >= -1e-9 if wanted is None else got == pytest.approx(wanted, abs=1e-9)
 
 
 def test_one_process_has_no_collectives() -> None:
