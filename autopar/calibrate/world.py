@@ -24,6 +24,7 @@ Tell = Callable[[str], None]
 T = TypeVar("T")
 Measure = Callable[[torch.device, int, float, Tell], T]  # device, processes of a node, seconds, progress
 HOST = "127.0.0.1"
+END_S = 5.0
 GRACE_S = 300.0  # beyond the time that measurements take: start, imports, and collectives that hang
 
 
@@ -46,7 +47,10 @@ def spawned(fn: Measure[T], processes: int | None, seconds: float, tell: Tell) -
             theirs.close()
             pipes.append(mine)
             children.append(child)
-        return _results(pipes, seconds + GRACE_S, tell)
+        found = _results(pipes, seconds + GRACE_S, tell)
+        for c in children:  # what they leave to be tidied up at their end, they tidy up
+            c.join(END_S)
+        return found
     finally:
         for c in children:
             c.kill()
