@@ -4,7 +4,7 @@
     python -m benchmarks.published --folder DIR --constants benchmarks/results/published.json      predicts rows it was not fitted to
 
 Rows are CSV files (`benchmarks/data/published/README.md` has the columns); one that cannot be read or priced is listed with the reason and left out, and
-what was assumed where rows do not say is listed by file. The constants are those of `autopar.predict.fit`. Reported: errors of step times, of rows fitted to, of random fifths left out, and of whole sources left
+what was assumed where rows do not say is listed by file. The constants are those of `autopar.predict.fit`. Reported: errors of step times, of rows fitted to, of random fifths left out (parted several times), and of whole sources left
 out (a framework that was never seen has no slowdown); errors of peak memory, to which nothing is fitted; who runs out of memory; and within each
 sweep how layouts are ranked.
 
@@ -44,7 +44,10 @@ def main() -> None:
     parser.add_argument("--sources", default="", help="only these files, by name and comma")
     parser.add_argument("--kept", type=Path)
     parser.add_argument("--constants", type=Path, help="a result of this benchmark: nothing is fitted")
-    parser.add_argument("--folds", type=int, default=5)
+    parser.add_argument("--folds", type=int, default=5, help="random parts of the rows")
+    parser.add_argument(
+        "--repeats", type=int, default=4, help="times that rows are parted: of a source of few rows, one part may have most"
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", type=Path, help="predicted against measured (HTML)")
     a = parser.parse_args()
@@ -64,11 +67,12 @@ def main() -> None:
         made = fit(runs, None, lambda i, e: print(f"round {i}: mean error {e:.2%}", flush=True), BELIEVED)
         errors = {
             "fitted": [x.predicted_s(made.values) / x.step_s - 1 for x in runs],
-            "random parts left out": left_out(runs, parts(len(runs), a.folds)),
+            "random parts left out": [e for seed in range(a.repeats) for e in left_out(runs, parts(len(runs), a.folds, seed))],
             "sources left out": left_out(runs, by_source(timed)),
         }
     print(made)
     by = {how: summary(timed, e) for how, e in errors.items()}
+    errors = {how: [sum(e[i :: len(timed)]) * len(timed) / len(e) for i in range(len(timed))] for how, e in errors.items()}
     best = list(errors.values())[min(1, len(errors) - 1)]
     memory = [
         (r, step(programs.of(r), r.layout, r.runtime, r.cluster, r.global_batch).fullest_bytes / r.peak_bytes - 1)
@@ -119,8 +123,8 @@ def priced(found: Sequence[Row], programs: Programs) -> tuple[list[Row], list[st
     return done, left
 
 
-def parts(n: int, folds: int) -> list[list[int]]:
-    order = np.random.default_rng(0).permutation(n)
+def parts(n: int, folds: int, seed: int) -> list[list[int]]:
+    order = np.random.default_rng(seed).permutation(n)
     return [sorted(map(int, order[k::folds])) for k in range(folds)]
 
 
@@ -142,15 +146,17 @@ def left_out(runs: Sequence[Run], groups: Sequence[Sequence[int]]) -> list[float
 
 
 def summary(found: Sequence[Row], errors: Sequence[float]) -> dict[str, dict[str, Any]]:
+    """errors: of all rows in turn, once or several times."""
     out: dict[str, list[float]] = defaultdict(list)
-    for r, e in zip(found, errors, strict=True):
+    repeats = len(errors) // max(1, len(found))
+    for r, e in zip([*found] * repeats, errors, strict=True):
         if e == e:
             out[r.source].append(e)
     said = {}
     for source, e in sorted(out.items()):
         size = np.abs(e)
         said[source] = {
-            "rows": len(e),
+            "rows": len(e) // repeats,
             "mean": float(size.mean()),
             "median": float(np.median(size)),
             "max": float(size.max()),
