@@ -3,7 +3,7 @@
     products              launch + FLOPs / (g P) + rho bytes / (eta B)     P peak, B memory bandwidth, both of the device
     attention             launch + max( FLOPs / (g P), bytes / (eta B) )
     everything else       launch + bytes / (eta B)                          bytes: what is left of it after fusion
-    random numbers        as these; drawn call by call, all that the operators of a draw move besides (`draws`)
+    random numbers        as these; drawn call by call, all that the operators of a draw move besides
     views                 0
 
 g, eta and rho are the cluster's fitted constants. Where it has curves, measured seconds of whole calls, those are the price instead:
@@ -22,7 +22,7 @@ import math
 from dataclasses import dataclass
 
 from autopar.cluster import Cluster
-from autopar.cost import compute, draws, links, memory
+from autopar.cost import compute, links, memory
 from autopar.cost.fusion import Fused
 from autopar.cost.links import CollectiveCost
 from autopar.errors import MeshError
@@ -37,6 +37,9 @@ from autopar.rules.strategy import Strategy
 ADAMW_BYTES = 30.0
 # Per element that a rank holds whole, whoever updates it: clearing its gradient (4) and reading it in half precision (2).
 WHOLE_BYTES = 6.0
+# A draw of random numbers call by call: a counter goes through 37 integer operators (`autopar.random.bits`), which read and write so many bytes an element
+# (counted: tests/unit/test_cost.py).
+DRAW_BYTES, DRAW_CALLS = 660.0, 37
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,8 @@ class Cost:
             read, written, launches = self.fused[op.name]
         moved = memory.moved_bytes(op, ins, outs, self.mesh, read, written)
         if rule.kind == "random" and self.fused is None and outs[0] is not None:
-            per_element, calls = draws.draw()
-            moved += per_element * math.prod(outs[0].local_shape(self.mesh))
-            launches += calls
+            moved += DRAW_BYTES * math.prod(outs[0].local_shape(self.mesh))
+            launches += DRAW_CALLS
         kind = compute.attention_kind(op, rule, strategy, self.mesh) if rule.kind == "attention" else rule.kind
         return OpCost(self.kernel_s(kind, compute.compute_dtype(op), flops, moved, launches), flops, moved)
 
