@@ -98,14 +98,9 @@ class Case:
         self.optimizer.zero_grad()
 
     def price(self, cluster: Any) -> dict[str, Any]:
-        from autopar.cost import Cost
-        from autopar.formulate.setting import Setting
-        from autopar.price import price
+        from autopar.calibrate.steps import price_of
 
-        trainable = frozenset(n for n, p in self.module.named_parameters() if p.requires_grad)
-        step = self.step
-        # As it runs: nothing is fused.
-        p = price(step.base, step.plan, step.graph, Cost(cluster, step.groups.mesh), Setting(trainable, fuses=False), step.groups.prefix)
+        p = price_of(self.module, self.step, cluster)
         accounts: dict[str, float] = {}
         for (_, resource), t in p.accounts_s.items():
             accounts[resource] = accounts.get(resource, 0.0) + t
@@ -118,7 +113,7 @@ def taken(device: Any, local: int, seconds: float, tell: Callable[[str], None], 
     import torch.distributed as dist
 
     from autopar.calibrate import wires
-    from autopar.calibrate.measure import Measured, stepped, together
+    from autopar.calibrate.measure import Measured, step, stepped, together
     from autopar.calibrate.result import calibration
     from autopar.calibrate.steps import references
     from autopar.calibrate.timing import Clock
@@ -136,8 +131,7 @@ def taken(device: Any, local: int, seconds: float, tell: Callable[[str], None], 
     samples, beside = [], []
     for turn in range(a.turns):
         tell(f"turn {turn + 1} of {a.turns}")
-        for reference in whole:
-            reference.measure(clock)
+        step(whole, clock)
         following = itertools.cycle(cases.items())
         for i, sample in enumerate(calibrated(clock, local)):
             samples.append(sample)
@@ -146,8 +140,7 @@ def taken(device: Any, local: int, seconds: float, tell: Callable[[str], None], 
                 times[name].append(clock.agreed(clock.window(case.run, 1)))
         if local > 1:
             beside += wires.contention(clock)
-    for reference in whole:
-        reference.measure(clock)
+    step(whole, clock)
     mine = Measured(tuple(samples), "cpu", "CPU", 1e9, local * 1e9, 1, local, 1, tuple(beside), 0.0)
     mine = replace(mine, steps=stepped(whole, mine))
     every: list[Any] = [mine]

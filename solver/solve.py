@@ -221,7 +221,10 @@ def _run(
         rests = rests_bytes(program.problem, known)
         values = {variables[i]: rests[key[1]] / 1e9 if key[0] == "s" else float(on(key)) for key, i in program.variable.items()}
         given.solution_hints.append(mathopt.SolutionHint(variable_values=values))
-    result = highs(model, params, given)
+    try:
+        result = highs(model, params, given)
+    except TimeoutError as e:
+        raise NoAnswer(str(e), -float("inf")) from e
     reason = result.termination.reason
     if reason in (mathopt.TerminationReason.OPTIMAL, mathopt.TerminationReason.FEASIBLE):
         found = result.variable_values()
@@ -236,15 +239,22 @@ def _run(
 
 
 def _run_from_elastic(program: Program, limits: Limits, start: float) -> tuple[Sequence[float], float, str]:
-    """Little above the smallest peak the solver may find nothing for minutes where elastic rows lead to an answer in seconds: to be started from."""
+    """Little above the smallest peak the solver may find nothing for minutes where elastic rows lead to an answer in seconds: to be started from. What
+    it has found by itself in a quarter of the time, it goes on with."""
     left = limits.seconds - (time.perf_counter() - start)
     try:
-        return _run(program, replace(limits, seconds=left / 4), time.perf_counter(), ())
+        found = _run(program, replace(limits, seconds=left / 4), time.perf_counter(), ())
+        if found[2] != "time":
+            return found
+        known: Decision | None = program.decision(found[0])[0]
     except NoAnswer:
-        known = _smallest(program.problem, limits, start, 0.02, fixed=program.options.fixed)
+        try:
+            known = _smallest(program.problem, limits, start, 0.02, fixed=program.options.fixed)
+        except TimeoutError:
+            known = None
         if known is None or not evaluate(program.problem, known).feasible:
             raise
-        return _run(program, limits, start, (), known)
+    return _run(program, limits, start, (), known)
 
 
 def _explain(problem: Problem, limits: Limits, start: float) -> Infeasible:

@@ -15,7 +15,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from autopar.calibrate.fit import Fitted
 from autopar.calibrate.timing import Clock
 from autopar.cluster import Cluster
 from autopar.hardware import WorkCurve
+
+if TYPE_CHECKING:
+    from autopar.price import Price
 
 VOCAB, WIDTHS, HEADS, TOKENS, BATCH, LAYERS = 1024, (128, 512), 8, 128, 4, 2  # BATCH: of a process
 STEPS = 5
@@ -157,14 +160,18 @@ class Reference:
         return Stepped(tuple(self.seconds), local_s, whole_s - local_s, (self._price_s(longer) - local_s) / MILLISECOND)
 
     def _price_s(self, cluster: Cluster) -> float:
-        from autopar.cost import Cost
-        from autopar.formulate.setting import Setting
-        from autopar.price import price
+        return price_of(self.module, self.step, cluster).step_time_s
 
-        step: Any = self.step
-        trained = frozenset(n for n, _ in self.module.named_parameters())
-        setting = Setting(trained, fuses=False)
-        return price(step.base, step.plan, step.graph, Cost(cluster, step.groups.mesh), setting, step.groups.prefix).step_time_s
+
+def price_of(module: nn.Module, step: Any, cluster: Cluster) -> Price:
+    """Of a compiled module's step, as it runs: nothing is fused."""
+    from autopar.cost import Cost
+    from autopar.formulate.setting import Setting
+    from autopar.price import price
+
+    trained = frozenset(n for n, p in module.named_parameters() if p.requires_grad)
+    cost, setting = Cost(cluster, step.groups.mesh), Setting(trained, fuses=False)
+    return price(step.base, step.plan, step.graph, cost, setting, step.groups.prefix)
 
 
 def references(world: int) -> list[Reference]:

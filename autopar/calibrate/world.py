@@ -24,7 +24,7 @@ Tell = Callable[[str], None]
 T = TypeVar("T")
 Measure = Callable[[torch.device, int, float, Tell], T]  # device, processes of a node, seconds, progress
 HOST = "127.0.0.1"
-END_S = 5.0
+END_S = 5.0  # that a process has to end by itself once it has answered
 GRACE_S = 300.0  # beyond the time that measurements take: start, imports, and collectives that hang
 
 
