@@ -30,7 +30,10 @@ class Source:
 # Framework by file. kwai: pipelined tensor parallelism; the cards of its nodes are not stated, so what its network reaches is fitted. hagemann: ZeRO-1 on Megatron's layers, gradients in half
 # precision (13B parameters fit one device only so), the loss on gathered logits (that nothing of 4 x 8192 tokens fits, at any tensor-parallel size, says so); what its
 # pipelines' allocators lose is fitted to who ran out of memory (0.15 to 0.2 are alike, and any four fifths of the rows say so too). megatron_core: its README's
-# overlap flags. llm_foundry: FSDP of torch, the first flash attention. The kernels are those of the row.
+# overlap flags. megatron_2021: float16, of which it sums gradients as they are (only bfloat16's are summed in single precision), and ranks wait for what
+# they exchange. llm_foundry: FSDP of torch, the first flash attention. nanotron deals
+# layers by the products of each block (get_block_compute_costs in its models) and sends what tensor-parallel products need beside them (its examples set
+# tp_linear_async_communication); its network is not stated either. The kernels are those of the row.
 SOURCES = {
     "kwai_h800": Source(replace(_MEGATRON, name="kwai", tensor_hidden=PIPELINED, network_share=0.5), zero=1),
     "hagemann_a100": Source(
@@ -51,9 +54,19 @@ SOURCES = {
         zero=1,
         sequence_parallel=True,
     ),
-    "megatron_2021_a100": Source(replace(_MEGATRON, name="megatron-2021", unfused_passes=6.0)),
+    "megatron_2021_a100": Source(
+        replace(
+            _MEGATRON,
+            name="megatron-2021",
+            unfused_passes=6.0,
+            grad_bytes=2.0,
+            reduce_bytes=2.0,
+            accumulated_bytes=4.0,
+            hops="never",
+        )
+    ),
     "llm_foundry_fsdp": Source(replace(RUNTIMES["fsdp"], name="llm-foundry", attention_rate=FLASH_1)),
-    "nanotron_h100": Source(replace(_MEGATRON, name="nanotron")),
+    "nanotron_h100": Source(replace(_MEGATRON, name="nanotron", balanced=True, tensor_hidden=PIPELINED, network_share=0.8)),
 }
 KERNELS: dict[str, dict[str, Any]] = {
     "flash_attention2 + RMS kernel": {},

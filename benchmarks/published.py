@@ -4,7 +4,8 @@
     python -m benchmarks.published --folder DIR --constants benchmarks/results/published.json      predicts rows it was not fitted to
 
 Rows are CSV files (`benchmarks/data/published/README.md` has the columns); one that cannot be read or priced is listed with the reason and left out, and
-what was assumed where rows do not say is listed by file. The constants are those of `autopar.predict.fit`. Reported: errors of step times, of rows fitted to, of random fifths left out (parted several times), and of whole sources left
+what was assumed where rows do not say is listed by file. The constants are those of `autopar.predict.fit`. Reported: errors of step times, of rows fitted to, of random fifths left out (of all rows together, where a part may have most of a
+source's few rows, and of each source's rows by themselves; both parted several times), and of whole sources left
 out (a framework that was never seen has no slowdown); errors of peak memory, to which nothing is fitted; who runs out of memory; and within each
 sweep how layouts are ranked.
 
@@ -45,9 +46,7 @@ def main() -> None:
     parser.add_argument("--kept", type=Path)
     parser.add_argument("--constants", type=Path, help="a result of this benchmark: nothing is fitted")
     parser.add_argument("--folds", type=int, default=5, help="random parts of the rows")
-    parser.add_argument(
-        "--repeats", type=int, default=4, help="times that rows are parted: of a source of few rows, one part may have most"
-    )
+    parser.add_argument("--repeats", type=int, default=4, help="times that rows are parted")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", type=Path, help="predicted against measured (HTML)")
     a = parser.parse_args()
@@ -68,7 +67,10 @@ def main() -> None:
         errors = {
             "fitted": [x.predicted_s(made.values) / x.step_s - 1 for x in runs],
             "random parts left out": [e for seed in range(a.repeats) for e in left_out(runs, parts(len(runs), a.folds, seed))],
-            "sources left out": left_out(runs, by_source(timed)),
+            "random parts of each source left out": [
+                e for seed in range(a.repeats) for e in left_out(runs, parts_of_each(by_source(timed), a.folds, seed))
+            ],
+            "sources left out": left_out(runs, by_source(timed)) if len(wanted) > 1 else [float("nan")] * len(runs),
         }
     print(made)
     by = {how: summary(timed, e) for how, e in errors.items()}
@@ -128,11 +130,18 @@ def parts(n: int, folds: int, seed: int) -> list[list[int]]:
     return [sorted(map(int, order[k::folds])) for k in range(folds)]
 
 
+def parts_of_each(sources: Sequence[Sequence[int]], folds: int, seed: int) -> list[list[int]]:
+    """Of five rows of a source, every one of five parts has one."""
+    draw = np.random.default_rng(seed)
+    order = [i for rows_ in sources for i in draw.permutation(rows_)]
+    return [sorted(map(int, order[k::folds])) for k in range(folds)]
+
+
 def by_source(found: Sequence[Row]) -> list[list[int]]:
     out: dict[str, list[int]] = defaultdict(list)
     for i, r in enumerate(found):
         out[r.source].append(i)
-    return list(out.values()) if len(out) > 1 else []
+    return list(out.values())
 
 
 def left_out(runs: Sequence[Run], groups: Sequence[Sequence[int]]) -> list[float]:

@@ -31,7 +31,7 @@ class Replay:
     """total_s: from the start of the first exchange or forward to the end of the last backward.
 
     By rank, adding up to total_s: busy_s: compute; p2p_s: exchanges that hold it up; idle_s: waiting, the bubble.
-    By rank and chunk: last_backward_s: when the last backward ends, from which on its gradients can be reduced; in_flight: the most micro-batches
+    By rank and chunk: first_forward_s: when the first forward ends, until which its parameters have to be there; last_backward_s: when the last backward ends, from which on its gradients can be reduced; in_flight: the most micro-batches
     that are between forward and backward.
     """
 
@@ -39,6 +39,7 @@ class Replay:
     busy_s: tuple[float, ...]
     p2p_s: tuple[float, ...]
     idle_s: tuple[float, ...]
+    first_forward_s: tuple[tuple[float, ...], ...]
     last_backward_s: tuple[tuple[float, ...], ...]
     in_flight: tuple[tuple[int, ...], ...]
 
@@ -67,6 +68,7 @@ def replay(schedule: Schedule, times: Times) -> Replay:
         busy_s=busy_s,
         p2p_s=p2p_s,
         idle_s=tuple(float(total_s) - b - x for b, x in zip(busy_s, p2p_s, strict=True)),
+        first_forward_s=tuple(tuple(float(done_s[c * p + r].min()) for c in range(schedule.chunks)) for r in range(p)),
         last_backward_s=tuple(tuple(float(done_s[2 * s - 1 - c * p - r].max()) for c in range(schedule.chunks)) for r in range(p)),
         in_flight=tuple(peak_by_chunk(schedule, r) for r in range(p)),
     )

@@ -11,9 +11,11 @@ of a rank, times psi (D - 1) / D:
 
 HSDP shards over `shard_ways` ranks, and sums over the replicas of them: all-reduce of what a rank holds.
 
-Where a runtime overlaps it, it runs beside one micro-batch, if it is once a step (reductions beside the last backward, gathers beside the next
-forward), or else beside all of the step. A share of it
-is waited for all the same (kernels that compete for the device, the first and the last of it):  max( share x traffic, traffic - window ).
+Where a runtime overlaps it, and it is once a step, a chunk's gradients are reduced from its last backward on, and its parameters gathered until its first
+forward is done; a rank with several chunks is done with most of them long before the step ends. So what is not ready before
+chunk k is must fit into what is left of the step from then on, R (v - k) / v <= window_k, and what does not fit is waited for. Every micro-batch's
+traffic runs beside all of the step. A share of it is waited for all the same (kernels that compete for the device, the first and the last of it):
+max( share x traffic, what does not fit ).
 
 Source: Rajbhandari et al., "ZeRO", 2020, section 7; the share is fitted.
 """
@@ -26,6 +28,16 @@ from autopar.cost.model import Cost
 from autopar.errors import LayoutError
 from autopar.layout import Layout
 from autopar.predict.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Windows:
+    """What traffic may run beside. before_s: from the start of the step to the end of a chunk's first forward; after_s: from the start of its last backward to the
+    end of the step, of every chunk of a rank; step_s: compute of the rank, all micro-batches."""
+
+    before_s: tuple[float, ...] = ()
+    after_s: tuple[float, ...] = ()
+    step_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -51,10 +63,8 @@ def is_once_a_step(layout: Layout, micro_batches: int) -> bool:
     return layout.zero < 2 or (layout.zero == 2 and micro_batches == 1)
 
 
-def traffic(
-    params: float, layout: Layout, runtime: Runtime, cost: Cost, replicas: int, micro_batches: int, window_s: float, step_window_s: float
-) -> Traffic:
-    """params: psi; window_s: compute of one micro-batch; step_window_s: compute of all of them."""
+def traffic(params: float, layout: Layout, runtime: Runtime, cost: Cost, replicas: int, micro_batches: int, windows: Windows) -> Traffic:
+    """params: psi."""
     every, ways = replicas * layout.cp, sharded_over(layout, replicas)
     if every == 1 or not params:
         return Traffic(0.0, 0.0)
@@ -65,22 +75,30 @@ def traffic(
         twice = 2 if kind == "all_reduce" else 1
         return cost.collective(kind, over, twice * nbytes * (n - 1) / n).seconds if n > 1 else 0.0
 
+    before, after, step_windows = windows.before_s, windows.after_s, (windows.step_s,)
     if layout.zero == 0:
-        seconds, window = took("all_reduce", r * params, axes, every), window_s
+        parts = [(took("all_reduce", r * params, axes, every), after)]
     else:
         near, far = _split(axes, cost, ways)
         gather, scatter = took("all_gather", p * params, near, ways), took("reduce_scatter", r * params, near, ways)
         replicate = took("all_reduce", r * params / ways, far, every // ways)
         if is_once_a_step(layout, micro_batches):
-            seconds, window = gather + scatter + replicate, window_s
+            parts = [(gather, before), (scatter + replicate, after)]
         elif layout.zero == 2:
-            seconds, window = gather + micro_batches * scatter + replicate, step_window_s
+            parts = [(gather + micro_batches * scatter + replicate, step_windows)]
         else:
             gathers = 2 if layout.reshard_after_forward else 1
-            seconds, window = micro_batches * (gathers * gather + scatter) + replicate, step_window_s
+            parts = [(micro_batches * (gathers * gather + scatter) + replicate, step_windows)]
+    seconds = sum(s for s, _ in parts)
     if runtime.data_exposed >= 1:
         return Traffic(seconds, seconds)
-    return Traffic(seconds, max(runtime.data_exposed * seconds, seconds - window))
+    return Traffic(seconds, max(runtime.data_exposed * seconds, sum(_beyond(s, into) for s, into in parts)))
+
+
+def _beyond(seconds: float, windows: tuple[float, ...]) -> float:
+    """What does not fit of traffic that comes in equal parts, one for every window."""
+    n = max(1, len(windows))
+    return max(0.0, *(seconds * (n - k) / n - w for k, w in enumerate(sorted(windows or (0.0,), reverse=True))))
 
 
 def _split(axes: tuple[str, ...], cost: Cost, ways: int) -> tuple[tuple[str, ...], tuple[str, ...]]:

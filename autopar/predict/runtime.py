@@ -7,6 +7,9 @@ attention_rate     of the device's rate for attention, what this kernel for it r
 unfused_passes     of memory traffic over the matrix of attention scores in forward, twice that in backward, where attention is not one kernel; 0: it is one
 tensor_hidden      share of tensor-parallel traffic that runs beside products (pipelined with them)
 context_hidden     whether context parallelism's traffic runs beside attention (ring attention)
+balanced           a pipeline's layers are dealt so that ranks have as many FLOPs of products, the head counted (nanotron); else ranks have as many layers
+hops               what a pipeline's ranks hand on runs beside compute: "always", "interleaved", where ranks hold several chunks, "never"; else sender and
+                   receiver wait for it (Megatron-LM exchanges so, and since 2023 not where it interleaves: overlap_p2p_comm)
 data_exposed       share of data-parallel traffic that is waited for, however much compute there is beside it: 1 where none is overlapped
 accumulated_bytes  moved per element of a weight's gradient by the product that makes it: 2 where it is written in half precision, 8 where it is
                    added to one in single precision
@@ -36,6 +39,8 @@ class Runtime:
     tensor_hidden: float = 0.0
     context_hidden: bool = True
     context_even: bool = True
+    balanced: bool = False
+    hops: str = "interleaved"
     data_exposed: float = 1.0
     accumulated_bytes: float = 8.0
     grad_bytes: float = 4.0
@@ -60,13 +65,15 @@ class Runtime:
 
 
 OVERLAPPED = 0.59  # fsdp and others that reduce beside backward: fitted
-PIPELINED = 0.79  # of tensor-parallel bytes, where products are cut to run beside them: fitted
+PIPELINED = 0.81  # of tensor-parallel bytes, where products are cut to run beside them: fitted
 
 _MEGATRON = Runtime("megatron")
 RUNTIMES = {
     r.name: r
     for r in (
-        Runtime("autopar", fusion="compiled", context_hidden=False, context_even=False, data_exposed=0.0, accumulated_bytes=2.0),
+        Runtime(
+            "autopar", fusion="compiled", context_hidden=False, context_even=False, hops="always", data_exposed=0.0, accumulated_bytes=2.0
+        ),
         _MEGATRON,
         replace(_MEGATRON, name="megatron-overlap", tensor_hidden=PIPELINED, data_exposed=OVERLAPPED),
         replace(_MEGATRON, name="fsdp", data_exposed=OVERLAPPED, accumulated_bytes=2.0),

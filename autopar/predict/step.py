@@ -18,7 +18,7 @@ from autopar.mesh import Mesh
 from autopar.optimizers import kind_of
 from autopar.pipeline import Schedule, Times, deal, replay
 from autopar.predict import memory
-from autopar.predict.data import sharded_over, traffic
+from autopar.predict.data import Windows, sharded_over, traffic
 from autopar.predict.pieces import Piece
 from autopar.predict.runtime import Runtime
 from autopar.predict.seconds import NOTHING, Seconds, seconds
@@ -61,18 +61,23 @@ def step(
             fix=f"use a multiple of {dp * layout.micro_batch}",
         )
     cost, schedule = cost_of(layout, dp, runtime, cluster), schedule_of(layout, micro_batches)
-    layers, stages = stages_of(pieces, schedule)
+    layers, stages = stages_of(pieces, schedule, runtime.balanced)
     halves = {p: halves_of(p, layout, runtime, cost) for p in pieces}
     forward = [_total(stage, {p: f for p, (f, _) in halves.items()}) for stage in stages]
     backward = [_total(stage, {p: b for p, (_, b) in halves.items()}) for stage in stages]
     hop = _hop_s(pieces, layout, cost)
-    times = Times(tuple(f.total_s for f in forward), tuple(b.total_s for b in backward), (hop,) * layout.pp)
+    beside = runtime.hops == "always" or (runtime.hops == "interleaved" and layout.virtual > 1)
+    times = Times(tuple(f.total_s for f in forward), tuple(b.total_s for b in backward), (hop,) * layout.pp, exposed=not beside)
     run = replay(schedule, times)
     ranks = [[stages[r + c * layout.pp] for c in range(layout.virtual)] for r in range(layout.pp)]
     waits = [
         traffic(
             memory.params_of(mine), layout, runtime, cost, dp, micro_batches,
-            run.busy_s[r] / micro_batches, run.busy_s[r],
+            Windows(
+                run.first_forward_s[r],
+                tuple(run.total_s - end + times.backward_s[r + c * layout.pp] for c, end in enumerate(run.last_backward_s[r])),
+                run.busy_s[r],
+            ),
         ).exposed_s
         for r, mine in enumerate(ranks)
     ]  # fmt: skip
@@ -107,8 +112,10 @@ def schedule_of(layout: Layout, micro_batches: int) -> Schedule:
     return Schedule(kind, layout.pp, micro_batches, layout.virtual)
 
 
-def stages_of(pieces: Sequence[Piece], schedule: Schedule) -> tuple[tuple[int, ...], list[dict[Piece, int]]]:
-    """Layers by stage, and all pieces by stage. What is no layer goes with the layer behind it, the last of it with the last layer."""
+def stages_of(pieces: Sequence[Piece], schedule: Schedule, balanced: bool = False) -> tuple[tuple[int, ...], list[dict[Piece, int]]]:
+    """Layers by stage, and all pieces by stage. What is no layer goes with the layer behind it, the last of it with the last layer.
+
+    balanced: ranks shall have as many FLOPs of products, not as many layers (those of unlike layers are their mean)."""
     order = [p for p in pieces for _ in range(p.layers)]
     if not order:
         if schedule.stages > 1:
@@ -116,7 +123,12 @@ def stages_of(pieces: Sequence[Piece], schedule: Schedule) -> tuple[tuple[int, .
                 "the model has no repeated layers to make a pipeline of", where=f"Layout, pp={schedule.ranks}", fix="use pp=1"
             )
         return (0,), [dict.fromkeys(pieces, 1)]
-    counts = deal(len(order), schedule.ranks, schedule.chunks)
+    first = last = 0.0
+    if balanced:
+        layer = sum(map(_product_flops, order)) / len(order)
+        at = [i for i, p in enumerate(pieces) if p.layers]
+        first, last = (sum(map(_product_flops, of)) / layer for of in (pieces[: at[0]], pieces[at[-1] + 1 :]))
+    counts = deal(len(order), schedule.ranks, schedule.chunks, first_s=first, last_s=last)
     stages: list[dict[Piece, int]] = [{} for _ in counts]
     at = 0
     for stage, n in zip(stages, counts, strict=True):
@@ -129,6 +141,10 @@ def stages_of(pieces: Sequence[Piece], schedule: Schedule) -> tuple[tuple[int, .
             where = next(k for k, s in enumerate(stages) if after in s) if after is not None and i else (0 if not i else len(stages) - 1)
             stages[where][p] = 1
     return counts, stages
+
+
+def _product_flops(p: Piece) -> float:
+    return sum(n * t.flops for s in (p.forward, p.backward) for t, n in s.tasks.items() if not t.square_flops)
 
 
 def gathered(last: Piece, tp: int) -> Piece:
@@ -166,11 +182,17 @@ def _total(stage: Stage, of: Mapping[Piece, Seconds]) -> Seconds:
 
 
 def _hop_s(pieces: Sequence[Piece], layout: Layout, cost: Cost) -> float:
-    """What one stage hands to the next, forwards; the same comes back."""
+    """What one stage hands to the next, forwards; the same comes back.
+
+    What tensor-parallel ranks hold alike, each sends a part of, and the receivers gather it (Narayanan et al., SC21, section 4.1)."""
     if layout.pp == 1:
         return 0.0
     nbytes = max((p.input_bytes for p in pieces if p.layers), default=0.0)
-    return cost.collective("send", cost.mesh.children("pp"), nbytes).seconds
+    alike = 1 if layout.sequence_parallel else layout.tp
+    sent_s = cost.collective("send", cost.mesh.children("pp"), nbytes / alike).seconds
+    if alike == 1:
+        return sent_s
+    return sent_s + cost.collective("all_gather", cost.mesh.children("tp"), nbytes * (alike - 1) / alike).seconds
 
 
 def update_s(params: float, layout: Layout, cost: Cost, ways: int, optimizer: str | type) -> float:

@@ -7,8 +7,8 @@ A step takes  run + max over ranks ( wait + update ),  run being the replay of t
                                                               seconds of a stage grow with the FLOPs and bytes of its pieces
     update  >= update of no more parameters                   it is linear in them, or a curve that does not fall
     wait    >= share x traffic                                the share that is waited for, of no more bytes: collectives' prices grow with bytes
-    run + wait  >=  traffic + run - window                    the other branch; the window is at most one micro-batch of the rank's compute, or all of it where traffic is not once a step,
-                and run - window >= (m - 1) micro-batches     and a run is no shorter than a rank's compute
+    run + wait  >=  traffic + run - window                    the other branch, of what all has to fit into. Once a step, that is from the last chunk's last backward on, and until its first
+                and run - window >= (m - 1) of its micro-batches    forward is done: between them it does all of its other micro-batches. Else it is the rank's compute
 
 Of a shape, whatever its virtual stages and what it makes again: the slowest of p ranks has at least a p-th of a micro-batch's compute, m times.
 
@@ -26,7 +26,7 @@ from autopar.cluster import Cluster
 from autopar.cost.model import Cost
 from autopar.pipeline import Schedule, Times, lower_bound_s
 from autopar.predict import memory
-from autopar.predict.data import is_once_a_step, sharded_over, traffic
+from autopar.predict.data import Windows, is_once_a_step, sharded_over, traffic
 from autopar.predict.pieces import Piece
 from autopar.predict.runtime import Runtime
 from autopar.predict.seconds import Seconds
@@ -64,6 +64,8 @@ class Bounds:
         shape = family.shape
         layout = family.layout(0)
         cost = self.cost(shape)
+        if self.runtime.balanced:  # smaller pieces may be dealt otherwise
+            return self.shape_s(pieces, shape)
         schedule = schedule_of(layout, shape.micro_batches)
         halves, stages = self.halves(pieces, family, real), self.stages(pieces, schedule)
         forward = [sum(n * halves[p][0].total_s for p, n in stage.items()) for stage in stages]
@@ -96,9 +98,10 @@ class Bounds:
         least = 0.0
         share = min(1.0, self.runtime.data_exposed)
         for rank, mine in enumerate(params):
-            moved_s = traffic(mine, layout, self.runtime, cost, shape.dp, m, 0.0, 0.0).seconds
+            moved_s = traffic(mine, layout, self.runtime, cost, shape.dp, m, Windows()).seconds
             done_s = update_s(mine, layout, cost, ways, self.optimizer)
-            beside_s = (m - 1) * times.rank_s(rank) if is_once_a_step(layout, m) else 0.0
+            last = rank + (schedule.chunks - 1) * shape.pp
+            beside_s = (m - 1) * (times.forward_s[last] + times.backward_s[last]) if is_once_a_step(layout, m) else 0.0
             least = max(least, run_s + share * moved_s + done_s, moved_s + beside_s + done_s)
         return least
 

@@ -92,7 +92,7 @@ def test_timelines_by_hand() -> None:
     times = Times(forward_s=(1, 3), backward_s=(2, 4), hop_s=(0, 0))
     free = replay(schedule, times)  # rank 0: 1 2 10 17, rank 1: 4 8 11 15
     assert (free.total_s, free.busy_s, free.idle_s, free.p2p_s) == (17, (6, 14), (11, 3), (0, 0))
-    assert free.last_backward_s == ((17,), (15,)) and free.in_flight == ((2,), (1,))
+    assert free.last_backward_s == ((17,), (15,)) and free.first_forward_s == ((1,), (4,)) and free.in_flight == ((2,), (1,))
     beside = replay(schedule, replace(times, hop_s=(1, 0)))  # rank 0: 1 2 12 19, rank 1: 5 9 12 16
     assert (beside.total_s, beside.idle_s, beside.p2p_s) == (19, (13, 5), (0, 0))
     # Rank 0 sends F0, then F1 while it receives B0, and receives B1; rank 1 receives F0, then F1 while it sends B0, and sends B1.

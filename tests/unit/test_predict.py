@@ -17,7 +17,7 @@ from autopar.mesh import Mesh
 from autopar.offline import task
 from autopar.planning import plan_graph
 from autopar.predict.api import micro_batch, solved
-from autopar.predict.data import traffic
+from autopar.predict.data import Windows, traffic
 from autopar.predict.fit import Run, fit, start
 from autopar.predict.pieces import Piece, pieces
 from autopar.predict.runtime import RUNTIMES, Runtime
@@ -181,12 +181,48 @@ def test_data_parallel_traffic_by_hand() -> None:
     """psi (4 + 2) (D - 1) / D bytes of ZeRO-1 over NVLink, waited for where nothing is overlapped."""
     cluster = Cluster.of("h100:8")
     cost = Cost(cluster, Mesh.of({"pp": 1, "dp": 8, "cp": 1, "tp": 1}))
-    told = traffic(1e9, Layout(zero=1), BY_HAND, cost, 8, 4, 1.0, 4.0)
+    alone = Windows((0.5,), (0.5,), 4.0)
+    told = traffic(1e9, Layout(zero=1), BY_HAND, cost, 8, 4, alone)
     assert told.exposed_s == told.seconds == pytest.approx(6e9 * 7 / 8 / cluster.intra.reached_Bps + 2 * cluster.intra.latency_s)
-    hidden = traffic(1e9, Layout(zero=1), replace(BY_HAND, data_exposed=0.5), cost, 8, 4, 1.0, 4.0)
+    hidden = traffic(1e9, Layout(zero=1), replace(BY_HAND, data_exposed=0.5), cost, 8, 4, alone)
     assert hidden.exposed_s == pytest.approx(told.seconds / 2)
-    waits = traffic(1e9, Layout(zero=1), replace(BY_HAND, data_exposed=0.5), cost, 8, 4, 0.001, 4.0)
-    assert waits.exposed_s == pytest.approx(told.seconds - 0.001)
+    waits = traffic(1e9, Layout(zero=1), replace(BY_HAND, data_exposed=0.1), cost, 8, 4, Windows((0.001,), (0.001,), 4.0))
+    assert waits.exposed_s == pytest.approx(told.seconds - 0.002)
+
+
+def test_gradients_of_a_chunk_are_reduced_while_others_compute() -> None:
+    """Four chunks that are done 0.4, 0.3, 0.2 and 0.1 s before the end: gradients that take 0.36 s are reduced by the end but for what the last chunk
+    leaves too late, and where nothing is ready earlier, all but 0.1 s is waited for."""
+    cluster = Cluster.of("h100:8")
+    cost = Cost(cluster, Mesh.of({"pp": 1, "dp": 8, "cp": 1, "tp": 1}))
+    psi = 0.36 * 8 / 7 / 4 * cluster.intra.reached_Bps
+    never = replace(BY_HAND, data_exposed=0.0, param_bytes=0.0)
+
+    def waits(*after: float) -> float:
+        return traffic(psi, Layout(zero=1), never, cost, 8, 4, Windows((1.0,), after)).exposed_s
+
+    assert waits(0.4, 0.3, 0.2, 0.1) == pytest.approx(0, abs=1e-4)
+    assert waits(0.4, 0.3, 0.2, 0.05) == pytest.approx(0.09 - 0.05, rel=0.01)
+    assert waits(0.4, 0.3, 0.12, 0.1) == pytest.approx(0.18 - 0.12, rel=0.01)
+    assert waits(0.1) == pytest.approx(0.26, rel=0.01)
+
+
+def test_ranks_wait_for_what_they_exchange_unless_it_runs_beside(one: tuple[Piece, ...]) -> None:
+    """Megatron-LM's exchanges run beside compute where it interleaves; what tensor-parallel ranks hold alike is sent once."""
+    slow = Cluster.of("h100:8").model_copy(update={"intra": Cluster.of("h100:8").intra.model_copy(update={"bandwidth_Bps": 1e9})})
+    for virtual, equal in ((1, "never"), (2, "always")):
+        layout = Layout(pp=4, dp=2, micro_batch=1, virtual=virtual)
+        took = {how: step(one, layout, replace(BY_HAND, hops=how), slow, 32).step_time_s for how in ("always", "interleaved", "never")}
+        assert took["always"] < took["never"] and took["interleaved"] == took[equal]
+
+
+def test_layers_dealt_by_the_products_of_ranks(one: tuple[Piece, ...]) -> None:
+    """The head's product is as much as that of VOCAB WIDTH / (4 WIDTH^2 + 3 WIDTH INNER) layers; a rank with it has so many fewer."""
+    head = VOCAB * WIDTH / (4 * WIDTH**2 + 3 * WIDTH * INNER)
+    told = {b: step(one, Layout(pp=2, micro_batch=1), replace(BY_HAND, balanced=b), Cluster.of("h100:2"), 8).layers for b in (False, True)}
+    assert told[False] == (4, 4)
+    first, last = told[True]
+    assert first + last == LAYERS and abs(first - last - head) <= 1
 
 
 def test_gradients_that_are_nowhere_whole_are_reduced_with_every_micro_batch() -> None:
@@ -194,10 +230,10 @@ def test_gradients_that_are_nowhere_whole_are_reduced_with_every_micro_batch() -
     cluster = Cluster.of("h100:8")
     cost = Cost(cluster, Mesh.of({"pp": 1, "dp": 8, "cp": 1, "tp": 1}))
     first, second = Layout(zero=1), Layout(zero=2)
-    assert traffic(1e9, second, BY_HAND, cost, 8, 1, 1.0, 1.0) == traffic(1e9, first, BY_HAND, cost, 8, 1, 1.0, 1.0)
-    told = traffic(1e9, second, BY_HAND, cost, 8, 4, 1.0, 4.0)
+    assert traffic(1e9, second, BY_HAND, cost, 8, 1, Windows()) == traffic(1e9, first, BY_HAND, cost, 8, 1, Windows())
+    told = traffic(1e9, second, BY_HAND, cost, 8, 4, Windows())
     assert told.seconds == pytest.approx(18e9 * 7 / 8 / cluster.intra.reached_Bps + 5 * cluster.intra.latency_s)
-    beside = traffic(1e9, second, replace(BY_HAND, data_exposed=0.1), cost, 8, 4, 0.001, 0.004)
+    beside = traffic(1e9, second, replace(BY_HAND, data_exposed=0.1), cost, 8, 4, Windows((0.001,), (0.001,), 0.004))
     assert beside.exposed_s == pytest.approx(told.seconds - 0.004)
 
 
