@@ -280,7 +280,7 @@ def test_axes_of_size_one_split_nothing() -> None:
     assert c.seconds == 0
 
 
-NVLINK, NIC, V = 0.67 * 450e9, 0.65 * 50e9, 1e9
+NVLINK, NIC, V = 0.64 * 450e9, 0.69 * 50e9, 1e9
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
@@ -307,7 +307,7 @@ def test_a_fast_network_leaves_the_node_as_the_bottleneck() -> None:
     fast = H100.model_copy(update={"inter": H100.inter.model_copy(update={"bandwidth_Bps": 450e9})})
     mesh = Mesh.of({"x": 16})
     assert Cost(fast, mesh).collective("all_gather", mesh.names, V).seconds == pytest.approx(20e-6 + V * 7 / 8 / NVLINK)
-    assert Cost(fast, mesh).collective("all_to_all", mesh.names, V).seconds == pytest.approx(20e-6 + V * 8 / 15 / (0.65 * 450e9))
+    assert Cost(fast, mesh).collective("all_to_all", mesh.names, V).seconds == pytest.approx(20e-6 + V * 8 / 15 / (0.69 * 450e9))
 
 
 def test_slices_and_single_ranks_are_free() -> None:

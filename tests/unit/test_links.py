@@ -15,7 +15,7 @@ from autopar.hardware import CollectiveCurve, Tree
 from autopar.mesh import Mesh
 
 GROUPED = tuple(k for k in KINDS if k not in ("slice", "send"))
-NVLINK, NIC, V = 0.67 * 450e9, 0.65 * 50e9, 1e9
+NVLINK, NIC, V = 0.64 * 450e9, 0.69 * 50e9, 1e9
 
 
 def h100(nodes: int, **inter: Any) -> Cluster:
