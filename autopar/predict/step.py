@@ -18,6 +18,7 @@ from autopar.mesh import Mesh
 from autopar.optimizers import kind_of
 from autopar.pipeline import Schedule, Times, deal, replay
 from autopar.predict import memory
+from autopar.predict.away import check_host_memory, moved_s
 from autopar.predict.data import Windows, sharded_over, traffic
 from autopar.predict.pieces import Piece
 from autopar.predict.runtime import Runtime
@@ -65,9 +66,13 @@ def step(
     halves = {p: halves_of(p, layout, runtime, cost) for p in pieces}
     forward = [_total(stage, {p: f for p, (f, _) in halves.items()}) for stage in stages]
     backward = [_total(stage, {p: b for p, (_, b) in halves.items()}) for stage in stages]
+    check_host_memory(stages, schedule, layout, runtime, cluster, sharded_over(layout, dp))
+    away = moved_s(stages, layout, runtime, cluster)
+    stalls = [max(0.0, a - f.total_s) + max(0.0, a - b.total_s) for a, f, b in zip(away, forward, backward, strict=True)]
     hop = _hop_s(pieces, layout, cost)
     beside = runtime.hops == "always" or (runtime.hops == "interleaved" and layout.virtual > 1)
-    times = Times(tuple(f.total_s for f in forward), tuple(b.total_s for b in backward), (hop,) * layout.pp, exposed=not beside)
+    lasts = [tuple(max(t.total_s, a) for t, a in zip(half, away, strict=True)) for half in (forward, backward)]
+    times = Times(*lasts, (hop,) * layout.pp, exposed=not beside)
     run = replay(schedule, times)
     ranks = [[stages[r + c * layout.pp] for c in range(layout.virtual)] for r in range(layout.pp)]
     waits = [
@@ -86,12 +91,14 @@ def step(
     last = max(range(layout.pp), key=lambda r: waits[r] + updates[r])
     slowest = max(range(layout.pp), key=lambda r: run.busy_s[r])
     work = sum((s for c in range(layout.virtual) for s in (forward[slowest + c * layout.pp], backward[slowest + c * layout.pp])), NOTHING)
+    stalled = micro_batches * sum(stalls[slowest :: layout.pp])
     parts = {
         "compute": micro_batches * work.compute_s,
         "tensor and context parallel": micro_batches * work.exposed_s,
         "pipeline bubble and hops": run.total_s - run.busy_s[slowest],
         "data parallel": waits[last],
         "optimizer": updates[last],
+        **({"offload": stalled} if stalled else {}),
     }
     peaks = tuple(memory.peak_bytes(r, schedule, stages, layout, runtime, ways) for r in range(layout.pp))
     often = dp * micro_batches * layout.tp * layout.cp

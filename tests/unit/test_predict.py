@@ -21,7 +21,7 @@ from autopar.predict.data import Windows, traffic
 from autopar.predict.fit import Run, fit, start
 from autopar.predict.pieces import Piece, pieces
 from autopar.predict.runtime import RUNTIMES, Runtime
-from autopar.predict.step import model_flops, step
+from autopar.predict.step import Step, model_flops, step
 
 WIDTH, INNER, LAYERS, HEADS, VOCAB, SEQ = 512, 1408, 8, 8, 4096, 512
 LLAMA = {
@@ -259,6 +259,30 @@ def test_offload_leaves_four_chunks(one: tuple[Piece, ...]) -> None:
     chunks = whole / layer(one).saved_bytes
     assert chunks == 2 * 3 + 4 + 1
     assert part / layer(one).saved_bytes == pytest.approx(4 + (chunks - 4) * 0.5)
+
+
+def test_offload_that_the_link_cannot_hide_is_waited_for(one: tuple[Piece, ...]) -> None:
+    """A chunk lasts as long as its activations need over the host's link, forward and backward; a fast link costs nothing."""
+    only, layout = tuple(p for p in one if p.layers), Layout(micro_batch=1, offload=0.5)
+    cluster = Cluster.of("h100:1")
+
+    def at(bandwidth: float) -> Step:
+        link = cluster.host.model_copy(update={"bandwidth_Bps": bandwidth, "latency_s": 0.0})
+        return step(only, layout, BY_HAND, cluster.model_copy(update={"host": link}), 4)
+
+    free, none = at(1e15), step(only, replace(layout, offload=0.0), BY_HAND, cluster, 4)
+    assert free.step_time_s == pytest.approx(none.step_time_s) and "offload" not in free.parts_s
+    slow, nbytes = at(1e9), LAYERS * layer(one).saved_bytes / 2
+    both_ways = 2 * nbytes / (1e9 * cluster.host.efficiency)
+    busy = slow.parts_s["compute"] + slow.parts_s["tensor and context parallel"]
+    assert slow.parts_s["offload"] + busy == pytest.approx(4 * both_ways)
+    assert sum(slow.parts_s.values()) == pytest.approx(slow.step_time_s)
+
+
+def test_offload_that_the_host_cannot_hold(one: tuple[Piece, ...]) -> None:
+    cluster = Cluster.of("h100:4").model_copy(update={"host_memory_bytes": 1e6})
+    with pytest.raises(LayoutError, match=r"pipeline rank 0 keeps .* GB in host memory"):
+        step(one, Layout(pp=4, micro_batch=1, virtual=2, offload=0.9), BY_HAND, cluster, 32)
 
 
 def test_tied_weights_are_held_by_both_ends() -> None:
