@@ -57,11 +57,15 @@ class Step:
     def parts(self, sync: bool, accumulated: bool) -> tuple[Parts, tuple[CollectiveUse, ...]]:
         s = self.settings
         options = Options(s.device, dict(s.storage), self.groups.prefix, s.reduce, sync, accumulated)
-        passes = joint_passes(fuses=s.backend == "inductor")
+        fuses = s.backend == "inductor"
+        passes = joint_passes(fuses=fuses)
         sharded = run_passes(shard(self.captured, self.graph, self.plan, options), self.groups.prefix, passes)
         for axes in group_names(sharded.gm, self.groups.prefix):
             self.groups.ensure(axes)
-        parts = partition(sharded, reshard_after_forward=self.plan.reshard_after_forward, recompute=self.plan.recompute)
+        pinned = frozenset(op.name for op in self.graph.ops if op.binding)
+        parts = partition(
+            sharded, reshard_after_forward=self.plan.reshard_after_forward, recompute=self.plan.recompute, fuses=fuses, pinned=pinned
+        )
         parts = offload(parts, s.store, s.stretch_of, sharded.fake_mode)
         return overlap(parts, self.groups.prefix), sharded.collectives
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.capture import Role
+from autopar.passes.fused_again import fused_again
 from autopar.passes.nodes import AWAY, is_wait, shares_storage
 from autopar.passes.recompute import made_again
 from autopar.passes.shard import Sharded
@@ -39,8 +40,16 @@ class Parts:
 _GRADS = ("grad", "input_grad")
 
 
-def partition(sharded: Sharded, *, reshard_after_forward: bool = True, recompute: frozenset[str] = frozenset()) -> Parts:
-    """recompute: names of ops whose results backward makes again instead of reading what forward saved."""
+def partition(
+    sharded: Sharded,
+    *,
+    reshard_after_forward: bool = True,
+    recompute: frozenset[str] = frozenset(),
+    fuses: bool = False,
+    pinned: frozenset[str] = frozenset(),
+) -> Parts:
+    """recompute: names of ops whose results backward makes again instead of reading what forward saved. fuses: whether the halves are compiled; then what is free
+    in backward's kernels is not saved (`fused_again`), but for results of `pinned` ops."""
     gm = sharded.gm
     nodes = list(gm.graph.nodes)
     places = [n for n in nodes if n.op == "placeholder"]
@@ -53,30 +62,11 @@ def partition(sharded: Sharded, *, reshard_after_forward: bool = True, recompute
     again = made_again(nodes, role_of, recompute, reshard_after_forward=reshard_after_forward)
     again |= views_of_away(nodes)
 
-    saved: dict[fx.Node, None] = {}
-    used: dict[fx.Node, None] = {}  # graph inputs (and constants) that backward reads
-    seen: set[fx.Node] = set()
-
-    def need(n: fx.Node) -> None:
-        todo = [n]
-        while todo:
-            n = todo.pop()
-            if n in seen or n in is_backward:
-                continue
-            seen.add(n)
-            if n.op in ("placeholder", "get_attr") and not (n.op == "placeholder" and role_of[n].kind in ("input", "buffer")):
-                used[n] = None
-            elif n in again:
-                todo += n.all_input_nodes
-            else:
-                saved[n] = None
-
-    for n in backward_nodes:
-        for a in n.all_input_nodes:
-            need(a)
-    for _, n in bw_results:
-        if isinstance(n, fx.Node):
-            need(n)
+    wanted = [a for n in backward_nodes for a in n.all_input_nodes] + [n for _, n in bw_results if isinstance(n, fx.Node)]
+    saved, used = _crossing(wanted, is_backward, again, role_of)
+    if fuses:
+        again |= fused_again(nodes, role_of, saved.keys(), again, pinned)
+        saved, used = _crossing(wanted, is_backward, again, role_of)
 
     order = {n: i for i, n in enumerate(nodes)}
     kept = sorted(saved, key=order.__getitem__)
@@ -89,6 +79,28 @@ def partition(sharded: Sharded, *, reshard_after_forward: bool = True, recompute
         forward, fw_inputs, tuple(r for r, _ in fw_results), tuple(n.name for n in kept),
         backward, tuple(role_of[n] for n in bw_places), tuple(r for r, _ in bw_results),
     )  # fmt: skip
+
+
+def _crossing(
+    wanted: list[fx.Node], is_backward: set[fx.Node], again: set[fx.Node], role_of: dict[fx.Node, Role]
+) -> tuple[dict[fx.Node, None], dict[fx.Node, None]]:
+    """What backward needs of forward's results, and of graph inputs (and constants), to have `wanted`."""
+    saved: dict[fx.Node, None] = {}
+    used: dict[fx.Node, None] = {}
+    seen: set[fx.Node] = set()
+    todo = wanted[::-1]
+    while todo:
+        n = todo.pop()
+        if n in seen or n in is_backward:
+            continue
+        seen.add(n)
+        if n.op in ("placeholder", "get_attr") and not (n.op == "placeholder" and role_of[n].kind in ("input", "buffer")):
+            used[n] = None
+        elif n in again:
+            todo += n.all_input_nodes
+        else:
+            saved[n] = None
+    return saved, used
 
 
 def views_of_away(nodes: list[fx.Node]) -> set[fx.Node]:

@@ -77,7 +77,7 @@ class Ours:
                 plan = planned(budget)
             except AutoparError as e:
                 return None, {"why": e.what, "asked_bytes": budget, "tries": tries, "seconds": time.perf_counter() - start}
-            point = self.program.point(plan, self.fusion)
+            point = self.program.point(plan, self.fusion, True)
             said = {
                 **asdict(point), "predicted_step_s": plan.predicted["step_time_s"], "predicted_peak_bytes": plan.predicted["peak_memory_bytes"],
                 "gap": plan.solver["gap"], "asked_bytes": budget, "tries": tries, "seconds": time.perf_counter() - start,

@@ -134,10 +134,10 @@ class Program:
 
     # ---- what a plan costs -------------------------------------------------------------------------------------------
 
-    def parts(self, plan: Plan) -> Parts:
-        """The halves that run."""
+    def parts(self, plan: Plan, fuses: bool = False) -> Parts:
+        """The halves that run. fuses: as they are compiled, without what is then free to make again."""
         sharded = self.marked(plan) if self.mesh.size == 1 else self.sharded(plan)
-        halves = partition(sharded, reshard_after_forward=plan.reshard_after_forward, recompute=plan.recompute)
+        halves = partition(sharded, reshard_after_forward=plan.reshard_after_forward, recompute=plan.recompute, fuses=fuses)
         return overlap(offload(halves, PREFIX, self.stretch_of, sharded.fake_mode), PREFIX)
 
     def sharded(self, plan: Plan) -> Sharded:
@@ -169,9 +169,9 @@ class Program:
     def price(self, plan: Plan, parts: Parts) -> Price:
         return price(parts, plan, self.graph, self.cost, self.setting, PREFIX)
 
-    def point(self, plan: Plan, fusion: str = "planned") -> Point:
-        """fusion: "planned", as the integer program knows it, or "compiled", as it is in the graphs that run (`again.py`)."""
-        parts = self.parts(plan)
+    def point(self, plan: Plan, fusion: str = "planned", ours: bool = False) -> Point:
+        """fusion: "planned", as the integer program knows it, or "compiled", as it is in the graphs that run (`again.py`); ours: as our passes make these."""
+        parts = self.parts(plan, ours and fusion == "compiled")
         priced = self.price(plan, parts)
         seconds = {c.node: (c.resource, c.seconds) for c in priced.charges}
         sizes = stored(self.graph, self.cost)
