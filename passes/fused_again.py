@@ -53,7 +53,7 @@ class _Search:
     def __init__(
         self, nodes: Sequence[fx.Node], role_of: Mapping[fx.Node, Role], saved: Set[fx.Node], again: Set[fx.Node], pinned: Set[str]
     ) -> None:
-        self.nodes, self.role_of, self.pinned = nodes, role_of, pinned
+        self.role_of, self.pinned = role_of, pinned
         self.order = {n: i for i, n in enumerate(nodes)}
         self.saved, self.again, self.added = set(saved), again, set[fx.Node]()
         self.known: dict[fx.Node, bool] = {}
@@ -74,7 +74,8 @@ class _Search:
         if not self.is_free(maker) or size < LEAST_BYTES or any(AWAY in n.meta for n in (maker, *mine)):
             return None
         readers = list(self.readers(maker))
-        if not readers or not all(self.is_cheap(r) for r in readers):
+        # Where what the plan makes again reads it, it is not known when that will be.
+        if not readers or not all(self.is_cheap(r) and r.meta["direction"] == "backward" for r in readers):
             return None
         way = self.made_of(mine)
         if way is None:
