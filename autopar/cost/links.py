@@ -17,7 +17,7 @@ nodes cut groups unequally, m is the fewest members any group has on a node: the
 its ranks send out of it: a ring crosses once for every group, all-to-all with the share of partners that are elsewhere.
 
 Where a cluster has measured curves of a kind, those are its price: between two measured sizes of group log-interpolated, beyond the largest with the
-further steps. All is monotone in V, and in W at fixed m.
+further steps. All is monotone in V, and in W at fixed m: of the same tensor, where curves are the price.
 """
 
 from __future__ import annotations
@@ -121,16 +121,20 @@ def _of_kind(cluster: Cluster, kind: str, w: int, m: int) -> list[CollectiveCurv
 
 
 def _measured(curves: list[CollectiveCurve], w: int, wire_bytes: float) -> float:
-    """Of a group of `w`: no larger group was quicker, whatever noise said."""
-    below = [c.at(wire_bytes) for c in curves if c.ranks <= w]
+    """Of a group of `w`: with a tensor, no larger group was quicker, whatever noise said. (With what a rank sends it may be: of the same tensor, more ranks send more.)"""
+
+    def same_tensor(c: CollectiveCurve) -> float:
+        return c.at(wire_bytes * (1 - 1 / c.ranks) / (1 - 1 / w))
+
+    below = [c for c in curves if c.ranks <= w]
     above = next((c for c in curves if c.ranks > w), None)
     if not below:
-        return curves[0].at(wire_bytes)
-    low = max(below)
-    if above is None:
-        return low
-    smaller = max(c.ranks for c in curves if c.ranks <= w)
-    high = max(low, above.at(wire_bytes))
+        return same_tensor(curves[0])
+    low = max(map(same_tensor, below))
+    if above is None:  # among more, a rank's bytes take what they took
+        return max(low, below[-1].at(wire_bytes))
+    smaller = below[-1].ranks
+    high = max(low, same_tensor(above))
     return float(low * (high / low) ** (math.log(w / smaller) / math.log(above.ranks / smaller)))
 
 

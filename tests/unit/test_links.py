@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise, product
 from typing import Any
 
@@ -134,7 +135,9 @@ def test_curves_are_the_price_of_their_kind() -> None:
     c = Cluster.of("cpu:16").model_copy(update={"curves": (eight, two)})
     assert seconds(c, {"x": 2}, "all_gather", ("x",), 1e6) == 1e-2
     assert seconds(c, {"x": 8}, "all_gather", ("x",), 1e6) == 4e-2
-    assert seconds(c, {"x": 4}, "all_gather", ("x",), 1e6) == pytest.approx(2e-2)
+    # Between them, of the same tensor, of which one of two ranks sends 2/3 and one of eight 7/6 of what one of four does.
+    line = 1e-4 + (1e6 * 2 / 3 - 1e3) * 9.9e-3 / 0.999e6, 4e-4 + (1e6 * 7 / 6 - 1e3) * 39.6e-3 / 0.999e6
+    assert seconds(c, {"x": 4}, "all_gather", ("x",), 1e6) == pytest.approx(math.sqrt(line[0] * line[1]))
     assert seconds(c, {"x": 16}, "all_gather", ("x",), 1e6) == 4e-2
     slow = c.intra.model_copy(update={"step_s": 1e-3})
     assert seconds(c.model_copy(update={"intra": slow}), {"x": 16}, "all_gather", ("x",), 1e6) == pytest.approx(4e-2 + 8e-3)
@@ -147,6 +150,16 @@ def test_curves_are_the_price_of_their_kind() -> None:
     measured = nodes.model_copy(update={"curves": (curve("all_gather", 16, (1e3, 1.0), nodes=4),)})
     assert seconds(measured, {"x": 16}, "all_gather", ("x",), 1e3) == 1.0
     assert seconds(measured, {"x": 8, "y": 2}, "all_gather", ("x",), 1e3) == seconds(nodes, {"x": 8, "y": 2}, "all_gather", ("x",), 1e3)
+
+
+def test_more_ranks_may_send_the_same_bytes_sooner() -> None:
+    """Of the same tensor they are never quicker; sending as much each, they have a larger tensor, and what was measured of them is their price."""
+    two, four = curve("all_gather", 2, (1e3, 1e-4), (1e6, 1e-2)), curve("all_gather", 4, (1e3, 2e-4), (1e6, 0.8e-2))
+    c = Cluster.of("cpu:16").model_copy(update={"curves": (two, four)})
+    assert seconds(c, {"x": 4}, "all_gather", ("x",), 1e6) == 0.8e-2
+    noisy = c.model_copy(update={"curves": (two, curve("all_gather", 4, (1e3, 2e-5), (1e6, 1e-3)))})
+    same = seconds(noisy, {"x": 2}, "all_gather", ("x",), 0.5e6)
+    assert seconds(noisy, {"x": 4}, "all_gather", ("x",), 0.75e6) == pytest.approx(same)
 
 
 # ---- more is never cheaper -------------------------------------------------------------------------------------------
