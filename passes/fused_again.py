@@ -21,12 +21,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar import _torch
 from autopar.capture import Role
 from autopar.cost.fusion import is_fusible
 from autopar.describe import describe_node, dtype_name, tensor_name
 from autopar.graph import Tensor
-from autopar.passes.nodes import AWAY, is_issue, is_wait, nbytes, shares_storage
+from autopar.passes.nodes import AWAY, is_issue, is_wait, nbytes, shares_storage, storage_of
 from autopar.rules import lookup
 
 LONGEST = 32  # calls that one value may be made again of
@@ -70,7 +69,7 @@ class _Search:
         return self.added
 
     def way(self, maker: fx.Node, mine: list[fx.Node]) -> _Way | None:
-        size = sum(nbytes(n) for n in {_storage(n) for n in mine})
+        size = sum(nbytes(n) for n in {storage_of(n) for n in mine})
         if not self.is_free(maker) or size < LEAST_BYTES or any(AWAY in n.meta for n in (maker, *mine)):
             return None
         readers = list(self.readers(maker))
@@ -81,9 +80,9 @@ class _Search:
         if way is None:
             return None
         first = min(self.order[r] for r in readers)
-        instead = sum(nbytes(n) for n in {_storage(n) for n in way.unsaved})
+        instead = sum(nbytes(n) for n in {storage_of(n) for n in way.unsaved})
         unread, longer = 0, 0
-        for n in {_storage(n) for n in way.saved}:
+        for n in {storage_of(n) for n in way.saved}:
             reads = [r for r in self.readers(_maker(n)) if r.meta["direction"] == "backward"]
             unread += 0 if any(self.is_cheap(r) for r in reads) else nbytes(n)
             longer += 0 if any(self.order[r] >= first for r in reads) else nbytes(n)
@@ -130,7 +129,7 @@ class _Search:
                     yield user
 
     def is_part(self, n: fx.Node) -> bool:
-        return n.op == "call_function" and (_torch.is_getitem(n) or shares_storage(n) is not None) and not is_wait(n)
+        return not is_wait(n) and shares_storage(n) is not None
 
     def is_free(self, n: fx.Node) -> bool:
         """Whether it may be made again at all, where that is free."""
@@ -156,16 +155,6 @@ def _is_fusible(n: fx.Node) -> bool:
 
 def _maker(n: fx.Node) -> fx.Node:
     """The call that made its memory."""
-    while n.op == "call_function":
-        base = n.args[0] if _torch.is_getitem(n) else shares_storage(n)
-        if base is None or is_wait(n):
-            break
-        n = base
-    return n
-
-
-def _storage(n: fx.Node) -> fx.Node:
-    """As `_maker`, but a part of a tuple stays one."""
-    while n.op == "call_function" and not _torch.is_getitem(n) and not is_wait(n) and (base := shares_storage(n)) is not None:
+    while not is_wait(n) and (base := shares_storage(n)) is not None:
         n = base
     return n

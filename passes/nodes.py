@@ -57,6 +57,13 @@ def shares_storage(n: Any) -> Any:
     return None
 
 
+def storage_of(n: Any) -> Any:
+    """The call that made the memory of a result; a part of a tuple stays one."""
+    while (base := shares_storage(n)) is not None and not isinstance(base.meta["val"], (list, tuple)):
+        n = base
+    return n
+
+
 def part_bytes(n: Any) -> list[int]:
     """Bytes of every part of a node's result: one, or those of a tuple. A transfer that brings a tensor has that from its issue on; its ticket
     is nothing."""

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from autopar.capture import Role
-from autopar.passes.nodes import nbytes, shares_storage
+from autopar.passes.nodes import nbytes, storage_of
 from autopar.passes.shard import Sharded
 
 
@@ -71,11 +71,7 @@ def recomputable(sharded: Sharded) -> frozenset[str]:
 def saved_bytes(forward: fx.GraphModule, saved: int) -> int:
     """Memory that the last `saved` results of a forward graph keep, each storage once, without the graph's own inputs."""
     results = forward.graph.output_node().args[0]
-    kept = set()
-    for n in results[len(results) - saved :]:
-        while (base := shares_storage(n)) is not None and not isinstance(base.meta["val"], (list, tuple)):
-            n = base
-        kept.add(n)
+    kept = {storage_of(n) for n in results[len(results) - saved :]}
     return sum(nbytes(n) for n in kept if n.op == "call_function")
 
 

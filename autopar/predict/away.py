@@ -14,23 +14,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.cluster import Cluster
+from autopar.cost.model import Cost
 from autopar.errors import LayoutError
 from autopar.layout import Layout
 from autopar.pipeline import Schedule
-from autopar.predict.memory import kept_bytes, peak_bytes
+from autopar.predict.memory import held_bytes, peak_bytes
 from autopar.predict.pieces import Piece
 from autopar.predict.runtime import Runtime
 
 Stage = Mapping[Piece, int]
 
 
-def moved_s(stages: Sequence[Stage], layout: Layout, runtime: Runtime, cluster: Cluster) -> list[float]:
+def moved_s(stages: Sequence[Stage], layout: Layout, runtime: Runtime, cost: Cost) -> list[float]:
     """By stage: of one micro-batch, one way."""
-    found = []
-    for s, stage in enumerate(stages):
-        nbytes = layout.offload_of(s % layout.pp) * sum(n * kept_bytes(p, layout, runtime) for p, n in stage.items())
-        found.append(cluster.host.latency_s + nbytes / cluster.host.reached_Bps if nbytes else 0.0)
-    return found
+    return [cost.host_s(layout.offload_of(s % layout.pp) * held_bytes(stage, layout, runtime)) for s, stage in enumerate(stages)]
 
 
 def check_host_memory(stages: Sequence[Stage], schedule: Schedule, layout: Layout, runtime: Runtime, cluster: Cluster, ways: int) -> None:

@@ -37,6 +37,11 @@ def kept_bytes(piece: Piece, layout: Layout, runtime: Runtime) -> float:
 SCORES_KEPT = 2.5  # of the matrix of scores: softmax's and dropout's results, and dropout's mask of a byte
 
 
+def held_bytes(stage: Mapping[Piece, int], layout: Layout, runtime: Runtime) -> float:
+    """What a stage keeps for backward, of one micro-batch."""
+    return sum(n * kept_bytes(p, layout, runtime) for p, n in stage.items())
+
+
 def made_again_bytes(piece: Piece, layout: Layout, runtime: Runtime) -> float:
     scores = piece.scores_bytes * SCORES_KEPT if runtime.unfused_passes else 0.0
     if not piece.layers or layout.recompute == "none":
@@ -65,7 +70,7 @@ def peak_bytes(
     """By part. stages: pieces of each stage, and how many."""
     mine = [stages[rank + c * schedule.ranks] for c in range(schedule.chunks)]
     params = params_of(mine)
-    held = [sum(n * kept_bytes(p, layout, runtime) for p, n in stage.items()) for stage in mine]
+    held = [held_bytes(stage, layout, runtime) for stage in mine]
     peak = peak_held(schedule, rank, held)
     if layout.offload_of(rank):
         chunks = peak_held(schedule, rank, [1.0] * schedule.chunks)

@@ -67,7 +67,7 @@ def step(
     forward = [_total(stage, {p: f for p, (f, _) in halves.items()}) for stage in stages]
     backward = [_total(stage, {p: b for p, (_, b) in halves.items()}) for stage in stages]
     check_host_memory(stages, schedule, layout, runtime, cluster, sharded_over(layout, dp))
-    away = moved_s(stages, layout, runtime, cluster)
+    away = moved_s(stages, layout, runtime, cost)
     stalls = [max(0.0, a - f.total_s) + max(0.0, a - b.total_s) for a, f, b in zip(away, forward, backward, strict=True)]
     hop = _hop_s(pieces, layout, cost)
     beside = runtime.hops == "always" or (runtime.hops == "interleaved" and layout.virtual > 1)

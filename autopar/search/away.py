@@ -19,7 +19,7 @@ from dataclasses import replace
 from autopar.cluster import Cluster
 from autopar.layout import Layout
 from autopar.pipeline import Schedule
-from autopar.predict.memory import kept_bytes, peak_bytes
+from autopar.predict.memory import held_bytes, peak_bytes
 from autopar.predict.pieces import Piece
 from autopar.predict.runtime import Runtime
 from autopar.predict.seconds import Seconds
@@ -58,7 +58,7 @@ def fractions(
 
 def most(stage: Mapping[Piece, int], layout: Layout, halves: Halves, runtime: Runtime, cluster: Cluster) -> float:
     """The largest fraction of what a stage keeps that the link carries both ways beside compute."""
-    kept = sum(n * kept_bytes(p, layout, runtime) for p, n in stage.items())
+    kept = held_bytes(stage, layout, runtime)
     if not kept:
         return 1.0
     beside_s = min(sum(n * halves[p][k].compute_s for p, n in stage.items()) for k in (0, 1))

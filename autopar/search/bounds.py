@@ -62,10 +62,10 @@ class Bounds:
     def family_s(self, pieces: Pieces, family: Family, real: bool) -> float:
         """Infinite where nothing fits. pieces: at most the family's; real: they are, collectives and all."""
         shape = family.shape
-        layout = family.layout(0)
-        cost = self.cost(shape)
         if self.runtime.balanced:  # smaller pieces may be dealt otherwise
             return self.shape_s(pieces, shape)
+        layout = family.layout(0)
+        cost = self.cost(shape)
         schedule = schedule_of(layout, shape.micro_batches)
         halves, stages = self.halves(pieces, family, real), self.stages(pieces, schedule)
         forward = [sum(n * halves[p][0].total_s for p, n in stage.items()) for stage in stages]

@@ -24,7 +24,7 @@ from autopar.errors import AutoparError
 from autopar.lower import lower
 from autopar.plan import Plan
 from benchmarks.baselines import Baseline, baselines
-from benchmarks.baselines.ours import CLOSE, TRIES, Ours, check_over
+from benchmarks.baselines.ours import CLOSE, TRIES, Ours, too_small
 from benchmarks.baselines.program import Point, Program
 from tests.live import LiveBytes
 
@@ -73,7 +73,8 @@ def within(p: Program, planner: Ours, values: Mapping[Role, torch.Tensor], most_
         measured = live_bytes(step, values)
         if measured <= most_bytes * (1 + CLOSE):
             return plan, step, measured, tries
-        check_over(plan, budget)
+        if why := too_small(plan, budget):
+            raise AutoparError(why)
         budget -= measured - most_bytes
     raise AutoparError(f"measures {measured - most_bytes} bytes too much after {TRIES} tries")
 

@@ -84,19 +84,16 @@ class Ours:
             }  # fmt: skip
             if point.peak_bytes <= peak_bytes * (1 + CLOSE):
                 return plan, said
-            try:
-                check_over(plan, budget)
-            except AutoparError as e:
-                return None, {"why": e.what, "asked_bytes": budget, "tries": tries, "seconds": said["seconds"]}
+            if why := too_small(plan, budget):
+                return None, {"why": why, "asked_bytes": budget, "tries": tries, "seconds": said["seconds"]}
             budget = min(budget * peak_bytes / point.peak_bytes, budget - (point.peak_bytes - peak_bytes) / 2)
         return None, {"why": f"the simulated peak stays higher after {TRIES} tries", "tries": TRIES, "seconds": said["seconds"]}
 
 
-def check_over(plan: Plan, budget_bytes: float) -> None:
-    """Raises AutoparError where `plan` is that of least memory already, which was not enough."""
+def too_small(plan: Plan, budget_bytes: float) -> str:
+    """Why no other plan is asked for: `plan`, which takes more than the budget, is that of least memory already. Empty where it is not."""
     over = plan.predicted["peak_memory_bytes"] / budget_bytes - 1
-    if over > EQUAL:
-        raise AutoparError(f"No plan fits: {over * budget_bytes / 1e6:.2f} MB too much")
+    return f"No plan fits: {over * budget_bytes / 1e6:.2f} MB too much" if over > EQUAL else ""
 
 
 def verdict(theirs_s: float, mine: dict[str, Any] | None) -> dict[str, Any]:
