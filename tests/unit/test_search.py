@@ -68,7 +68,7 @@ def model(kind: str) -> nn.Module:
 
 
 @cache
-def micros(kind: str, runtime: str) -> Micros:
+def micros(kind: str, runtime: str | Runtime) -> Micros:
     """Captures and answers, which all tests of a model share."""
     tasks = {} if runtime == "autopar" else micros(kind, "autopar").tasks
     return Micros(model(kind), inputs(), Cluster.of("h100:2x8"), Runtime.of(runtime), None, "bfloat16", Cache(), tasks=tasks)
@@ -80,7 +80,7 @@ def run(
     budget_bytes: float = math.inf,
     space: Space = SPACE,
     top_k: int = 1,
-    runtime: str = "autopar",
+    runtime: str | Runtime = "autopar",
     batch: int = BATCH,
 ) -> tuple[list[Ranked], BestFirst]:
     bounds = Bounds(space, cluster, Runtime.of(runtime), "adamw", budget_bytes)
@@ -89,7 +89,7 @@ def run(
     return of.run(), of
 
 
-def pieces(kind: str, size: int, tp: int, cp: int, runtime: str = "autopar") -> Pieces | None:
+def pieces(kind: str, size: int, tp: int, cp: int, runtime: str | Runtime = "autopar") -> Pieces | None:
     m = micros(kind, runtime)
     if (size, tp, cp, None) not in m.solved:
         m.solve([(size, tp, cp, None)])
@@ -97,7 +97,7 @@ def pieces(kind: str, size: int, tp: int, cp: int, runtime: str = "autopar") -> 
 
 
 @cache
-def everything(kind: str, devices: str, runtime: str = "autopar") -> list[tuple[Prediction, Layout]]:
+def everything(kind: str, devices: str, runtime: str | Runtime = "autopar") -> list[tuple[Prediction, Layout]]:
     """Every layout of the space, each by itself, without offload."""
     cluster, how, depth = Cluster.of(devices), Runtime.of(runtime), {"llama": 4, "gpt2": 3}[kind]
     node = cluster.devices_per_node
@@ -121,7 +121,7 @@ def everything(kind: str, devices: str, runtime: str = "autopar") -> list[tuple[
     return out
 
 
-def enumerated(kind: str, devices: str, budget_bytes: float, top_k: int, runtime: str = "autopar") -> list[float]:
+def enumerated(kind: str, devices: str, budget_bytes: float, top_k: int, runtime: str | Runtime = "autopar") -> list[float]:
     """The fastest that fits of all that differ in more than ZeRO's level."""
     best: dict[Layout, float] = {}
     for done, layout in everything(kind, devices, runtime):
@@ -144,6 +144,13 @@ def test_equal_to_enumeration(kind: str, devices: str) -> None:
         assert [r.prediction.step_time_s for r in found] == enumerated(kind, devices, budget_bytes, top_k)
         assert found and all(r.prediction.peak_bytes <= budget_bytes for r in found)
         assert of.priced + of.pruned == of.total > of.priced
+
+
+def test_equal_to_enumeration_where_layers_are_dealt_by_products() -> None:
+    """Smaller pieces may be dealt otherwise than the real ones, so they bound less."""
+    runtime = replace(Runtime.of("megatron"), name="balanced", balanced=True)
+    found, _ = run("llama", Cluster.of("h100:4"), space=replace(SPACE, offload=False), top_k=3, runtime=runtime)
+    assert [r.prediction.step_time_s for r in found] == enumerated("llama", "h100:4", math.inf, 3, runtime)
 
 
 def test_equal_to_enumeration_for_another_runtime() -> None:
