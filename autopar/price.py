@@ -136,7 +136,8 @@ def charges(parts: Parts, plan: Plan, graph: Graph, cost: Cost, prefix: str) -> 
         for n in nodes:
             if n in bearers:
                 op = bearers[n]
-                out.append(Charge(n, stage, COMPUTE, _seconds(n, op, plan, cost, one), op.name))
+                again = op.direction != stage and n not in fixed
+                out.append(Charge(n, stage, COMPUTE, _seconds(n, op, plan, cost, one, again), op.name))
             elif is_collective(n):
                 kind, axes = collective_of(n, prefix)
                 sent = wire_bytes(n, cost.mesh.sizes_product(axes))
@@ -168,17 +169,17 @@ def _runs(nodes: Sequence[fx.Node], ops: Mapping[str, Op], stage: str, fixed: se
             yield op, own[-1]
 
 
-def _seconds(n: fx.Node, op: Op, plan: Plan, cost: Cost, one: Cost) -> float:
-    """Of one run. one: prices on a mesh of one device."""
+def _seconds(n: fx.Node, op: Op, plan: Plan, cost: Cost, one: Cost, again: bool) -> float:
+    """Of one run. one: prices on a mesh of one device; again: in backward, an operator of forward."""
     if local.lookup(op.target) is None:
         here = _as_called(n, op)
         ins = tuple(_whole(t) for t in here.inputs)
         outs = tuple(None if t is None else _whole(t) for t in here.outputs)
-        return one.op(here, lookup(here), {}, ins, outs).seconds
+        return one.op(here, lookup(here), {}, ins, outs, again).seconds
     rule, choice = lookup(op), plan.ops[op.name]
     shapes = tuple(None if t is None else t.shape for t in op.outputs)
     want, made = placements(rule, choice.strategy, tuple(t.shape for t in op.inputs), shapes, choice.partial)
-    return cost.op(op, rule, choice.strategy, want, made).seconds
+    return cost.op(op, rule, choice.strategy, want, made, again).seconds
 
 
 def _as_called(n: fx.Node, op: Op) -> Op:

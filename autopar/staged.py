@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 
 from autopar.cluster import Cluster
 from autopar.cost import Cost
-from autopar.cost.fusion import fused
 from autopar.cuts import Segments, at_share, last_alone, shares, three, two
 from autopar.formulate.ideal import ideal
 from autopar.formulate.names import Names
@@ -97,8 +96,9 @@ class Stages:
     def view(self, segments: Mapping[str, Sequence[int]] | None = None) -> _View:
         small = shrink(self.folded, segments)
         rules = {op.name: lookup(op) for op in small.graph.ops}
-        together = fused(small.graph, rules) if self.setting.fuses else None
-        return _View(small, quotient(small), rules, Cost(self.cluster, self.mesh, together))
+        fuses = self.setting.fuses
+        cost = Cost.compiled(self.cluster, self.mesh, small.graph, rules) if fuses else Cost(self.cluster, self.mesh)
+        return _View(small, quotient(small), rules, cost)
 
     def formulated(
         self,

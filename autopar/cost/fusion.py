@@ -57,7 +57,7 @@ def fused(graph: Graph, rules: Mapping[str, Rule], by_module: bool = False) -> d
     rules: op name -> its rule. Views are left out: they are free. Products are in it too, as if by themselves. by_module: only ops of one module are
     joined, as where a norm or a rotation has a kernel written by hand.
     """
-    looks = _Looks(graph, rules)
+    looks = Looks(graph, rules)
     group = _groups(graph, rules, looks, by_module)
     needed = _needed(graph, rules, looks, group)
     seen: set[tuple[str, str]] = set()  # (group, tensor) that some op of the group has read
@@ -85,10 +85,10 @@ def fused(graph: Graph, rules: Mapping[str, Rule], by_module: bool = False) -> d
 
 def kernels(graph: Graph, rules: Mapping[str, Rule]) -> dict[str, str]:
     """Op -> a name for the kernel it is compiled into, that of one of its ops; no views."""
-    return _groups(graph, rules, _Looks(graph, rules), by_module=False)
+    return _groups(graph, rules, Looks(graph, rules), by_module=False)
 
 
-class _Looks:
+class Looks:
     """Through views to the memory behind them. maker: tensor -> the op that wrote that memory; absent for graph inputs."""
 
     def __init__(self, graph: Graph, rules: Mapping[str, Rule]) -> None:
@@ -129,7 +129,7 @@ def _is_constant(op: Op, rules: Mapping[str, Rule]) -> bool:
     return rules[op.name].kind == "cheap" and is_fusible(op, rules[op.name]) and not reads(op)
 
 
-def _groups(graph: Graph, rules: Mapping[str, Rule], looks: _Looks, by_module: bool) -> dict[str, str]:
+def _groups(graph: Graph, rules: Mapping[str, Rule], looks: Looks, by_module: bool) -> dict[str, str]:
     """Op -> a name for its group, that of one of its ops; no views."""
     after: dict[str, int] = {}  # tensor -> the level of a fusible op that reads only this
     level: dict[str, int] = {}
@@ -179,7 +179,7 @@ def _joined(level: Mapping[str, int], edges: list[tuple[str, str]], joins: set[s
     return {x: find(x) for x in parent}
 
 
-def _needed(graph: Graph, rules: Mapping[str, Rule], looks: _Looks, group: Mapping[str, str]) -> set[str]:
+def _needed(graph: Graph, rules: Mapping[str, Rule], looks: Looks, group: Mapping[str, str]) -> set[str]:
     """Tensors that have to be in memory: read by another group, by an op by itself, or returned."""
     by_name = {op.name: op for op in graph.ops}
     needed = {looks.root.get(t, t) for t in (*graph.outputs, *graph.grads.values(), *graph.buffer_updates.values()) if t}

@@ -19,14 +19,16 @@ lowering too.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from autopar.cluster import Cluster
 from autopar.cost import compute, links, memory
-from autopar.cost.fusion import Fused
+from autopar.cost.again import LEAST, Halves, halves
+from autopar.cost.fusion import Fused, fused
 from autopar.cost.links import CollectiveCost
 from autopar.errors import MeshError
-from autopar.graph import Op
+from autopar.graph import Graph, Op
 from autopar.mesh import Mesh
 from autopar.placement import Placement
 from autopar.rules.grammar import Rule
@@ -57,11 +59,12 @@ FREE = OpCost(0.0, 0.0, 0.0)
 @dataclass(frozen=True)
 class Cost:
     """Prices on `cluster`, whose devices `mesh` arranges. fused: what memory-bound ops read and write in company (`fusion.fused`);
-    ops that it does not name are taken by themselves."""
+    ops that it does not name are taken by themselves. halves: what they do where backward makes some of it again."""
 
     cluster: Cluster
     mesh: Mesh
     fused: Fused | None = None
+    halves: Halves = field(default_factory=Halves)
 
     def __post_init__(self) -> None:
         if self.mesh.size > self.cluster.size:
@@ -70,17 +73,31 @@ class Cost:
                 f"The mesh has {want} devices, the cluster {have}", where=self.cluster.name, fix="name a larger cluster or a smaller mesh"
             )
 
-    def op(self, op: Op, rule: Rule, strategy: Strategy, ins: tuple[Placement, ...], outs: tuple[Placement | None, ...]) -> OpCost:
-        """One run of `op` under `strategy` with its operands and outputs so placed (one placement for each of `op.inputs`)."""
+    @staticmethod
+    def compiled(cluster: Cluster, mesh: Mesh, graph: Graph, rules: Mapping[str, Rule]) -> Cost:
+        """Prices where memory-bound neighbours of `graph` are compiled into one kernel."""
+        together = fused(graph, rules)
+        return Cost(cluster, mesh, together, halves(graph, rules, together))
+
+    def op(
+        self, op: Op, rule: Rule, strategy: Strategy, ins: tuple[Placement, ...], outs: tuple[Placement | None, ...], again: bool = False
+    ) -> OpCost:
+        """One run of `op` under `strategy` with its operands and outputs so placed (one placement for each of `op.inputs`). again: in backward, an op of forward."""
         if memory.is_view(op, rule):
             return FREE
         flops = compute.flops(op, rule, strategy, self.mesh)
-        read = frozenset(t.name for t in memory.reads(op))
-        written = frozenset(t.name for t in memory.writes(op))
+        alone = read, written = frozenset(t.name for t in memory.reads(op)), frozenset(t.name for t in memory.writes(op))
         launches: float = bool(written)
         if rule.kind not in compute.HEAVY and self.fused is not None and op.name in self.fused:
             read, written, launches = self.fused[op.name]
-        moved = memory.moved_bytes(op, ins, outs, self.mesh, read, written)
+        if again and op.name in self.halves.again:
+            (read, written, launches), spared, _ = self.halves.again[op.name]
+            moved = memory.moved_bytes(op, ins, outs, self.mesh, read, written)
+            for name, times in spared.items():
+                moved -= times * memory.moved_bytes(op, ins, outs, self.mesh, frozenset(), frozenset((name,)))
+            moved = max(moved, LEAST * memory.moved_bytes(op, ins, outs, self.mesh, *alone))
+        else:
+            moved = memory.moved_bytes(op, ins, outs, self.mesh, read, written)
         if rule.kind == "random" and self.fused is None and outs[0] is not None:
             moved += DRAW_BYTES * math.prod(outs[0].local_shape(self.mesh))
             launches += DRAW_CALLS

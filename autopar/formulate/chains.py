@@ -143,7 +143,7 @@ class Chains:
         f, rows = self.rows.f, self.rows
         wire = f.wires[f.q.group[t.name]]
         places = {n for end in wire.supplies[0] for n in end.nodes}
-        if t.name not in rows.written or len(wire.supplies[0]) != 1 or len(places) != 1:
+        if t.name not in rows.written_again or len(wire.supplies[0]) != 1 or len(places) != 1:
             return 0.0
         return wire.nbytes * list(wire.nodes)[places.pop()].share(rows.mesh)
 

@@ -81,7 +81,7 @@ class Rows:
         self.position = {op.name: i for i, op in enumerate(ops)}
         self.end = len(ops)
         self.stretches = Stretches(f.graph, f.q.stacks)
-        self.written = self._written()
+        self.written, self.written_ahead, self.written_again = self._written()
         self.remade: dict[int, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)  # value -> reruns that make it, at which nodes
         for i, rerun in enumerate(problem.reruns):
             for v, nodes in rerun.makes:
@@ -115,17 +115,24 @@ class Rows:
         if f.setting.micro_batches > 1:
             self.last_call = Spans()
 
-    def _written(self) -> set[str]:
-        out = set()
+    def _written(self) -> tuple[set[str], set[str], set[str]]:
+        """What is in memory once it is made: if all is kept; by forward, if nothing is; by what runs again."""
+        cost, rules = self.f.cost, self.f.rules
+        whole, ahead, again = set[str](), set[str](), set[str]()
         for op in self.f.graph.ops:
-            fused = self.f.cost.fused
             names = {t.name for t in op.outputs if t is not None}
-            if fused is not None and op.name in fused and not self.f.rules[op.name].is_heavy:
-                names &= fused[op.name][1]
-            elif self.f.rules[op.name].kind == "view" and (fused is not None or is_view(op, self.f.rules[op.name])):
-                names = set()
-            out |= names
-        return out
+            if cost.fused is not None and op.name in cost.fused and not rules[op.name].is_heavy:
+                written = names & cost.fused[op.name].writes
+                first = names & cost.halves.ahead[op.name].writes if op.name in cost.halves.ahead else written
+                then = names & cost.halves.again[op.name].stored if op.name in cost.halves.again else written
+            elif rules[op.name].kind == "view" and (cost.fused is not None or is_view(op, rules[op.name])):
+                continue
+            else:
+                written = first = then = names
+            whole |= written
+            ahead |= first
+            again |= then
+        return whole, ahead, again
 
     def rows(self) -> tuple[Row, ...]:
         f, s = self.f, self.f.setting
@@ -315,7 +322,7 @@ class Rows:
         size = self.sizes(v)
         made = self.made(tensor)
         users = {0: self.users(tensor, "forward"), 1: self.users(tensor, "backward")}
-        if tensor not in f.param_of and tensor in self.written:
+        if tensor not in f.param_of and tensor in self.written_ahead:
             direction = int(made >= self.turn)
             last = max(users[direction], default=made)
             for end in flow.supplies if (flow := (value.forward, value.backward)[direction]) else ():
@@ -324,11 +331,11 @@ class Rows:
         for k, fate in enumerate(value.fates):
             # While the value is alive in forward its own term counts it; what fusion would not write is written to be kept.
             if fate.medium == DEVICE:
-                first = max(users[0], default=made) + 1 if tensor in self.written else made
+                first = max(users[0], default=made) + 1 if tensor in self.written_ahead else made
                 self.add(("y", v, k), size[fate.node], first, self.last_need(tensor), tensor)
             else:
                 leaving, back = away.in_flight(self, tensor)
-                self.add(("y", v, k), size[fate.node], leaving[0] if tensor in self.written else made, leaving[1])
+                self.add(("y", v, k), size[fate.node], leaving[0] if tensor in self.written_ahead else made, leaving[1])
                 self.add(("y", v, k), size[fate.node], *back)
         for direction, flow in ((0, value.forward), (1, value.backward)):
             if flow is None or not users[direction]:
@@ -342,7 +349,7 @@ class Rows:
             for a, arc in enumerate(value.backward.arcs):
                 if arc.times:
                     self.add(("e", v, 1, a), size[arc.src], max([made, *users[1]]) + 1, self.stretches.awaited(made))
-        if value.backward is not None and tensor in self.written and users[1]:
+        if value.backward is not None and tensor in self.written_again and users[1]:
             for i, nodes in self.remade[v]:
                 for s, n in enumerate(nodes):
                     self.add(("r", i, s), size[n], min(users[1]), max(users[1]))

@@ -12,7 +12,7 @@ step counts as in the integer program: parameters, state, gradients and AdamW's 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -24,7 +24,6 @@ from autopar import models
 from autopar.capture import Call, Captured, capture, off_cache
 from autopar.cluster import Cluster
 from autopar.cost import Cost
-from autopar.cost.fusion import fused
 from autopar.describe import describe
 from autopar.formulate.setting import Setting
 from autopar.formulate.stretches import stretch_of
@@ -32,7 +31,7 @@ from autopar.graph import DTYPE_BYTES, Graph
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.passes.manager import joint_passes, overlap, run_passes
-from autopar.passes.nodes import AWAY, part_bytes, shares_storage
+from autopar.passes.nodes import AWAY
 from autopar.passes.offload import offload
 from autopar.passes.overlap import inputs_of
 from autopar.passes.partition import Parts, partition
@@ -47,7 +46,7 @@ from autopar.rules.grammar import Rule
 from autopar.rules.strategy import placements
 from autopar.simulate import COMPUTE, records, replay
 from autopar.solver.fold import fold
-from autopar.stored import stored
+from autopar.stored import stored, with_saved
 from autopar.tile import layer_periods
 from benchmarks.baselines.again import as_compiled
 
@@ -88,7 +87,7 @@ class Program:
 
     @cached_property
     def cost(self) -> Cost:
-        return Cost(self.cluster, self.mesh, fused(self.graph, self.rules) if self.setting.fuses else None)
+        return Cost.compiled(self.cluster, self.mesh, self.graph, self.rules) if self.setting.fuses else Cost(self.cluster, self.mesh)
 
     @cached_property
     def stretch_of(self) -> dict[str, int]:
@@ -174,13 +173,13 @@ class Program:
         parts = self.parts(plan, ours and fusion == "compiled")
         priced = self.price(plan, parts)
         seconds = {c.node: (c.resource, c.seconds) for c in priced.charges}
-        sizes = stored(self.graph, self.cost)
+        sizes = stored(self.graph, self.cost, parts.backward)
         if fusion == "compiled":
             computed, sizes = as_compiled(parts, self.cost)
             seconds |= {n: (COMPUTE, s) for n, s in computed.items()}
         inside = in_kernels(parts) if self.setting.fuses else set()
         seconds |= {n: (COMPUTE, 0.0) for n in inside}
-        table, start_bytes = records(parts, lambda n: seconds.get(n, (COMPUTE, 0.0)), written(parts, sizes, inside))
+        table, start_bytes = records(parts, lambda n: seconds.get(n, (COMPUTE, 0.0)), with_saved(parts, sizes, inside))
         state_bytes, update_bytes = self.optimizer_bytes(parts)
         run = replay(table, int(start_bytes + state_bytes))
         return Point(
@@ -211,26 +210,6 @@ def in_kernels(parts: Parts) -> set[Any]:
             roles = {n: r for n, r in zip(places, inputs_of(parts, bool(backward)), strict=True) if r is not None}
             found |= {n for n in counters(gm.graph.nodes, roles) if n.op == "call_function"}
     return found
-
-
-def written(parts: Parts, sizes: Callable[[Any], list[int]], nothing: Collection[Any] = ()) -> Callable[[Any], list[int]]:
-    """`sizes`, and all of what is saved for backward. nothing: calls whose results are in no memory."""
-    results = parts.forward.graph.output_node().args[0]
-    whole: dict[Any, set[int]] = {}
-    for n in results[len(results) - len(parts.saved) :] if parts.saved else ():
-        while (base := shares_storage(n)) is not None:
-            if isinstance(base.meta["val"], (list, tuple)) and shares_storage(base) is None:
-                whole.setdefault(base, set()).add(n.args[1])
-                break
-            n = base
-        else:
-            whole.setdefault(n, set()).add(0)
-
-    def of(n: Any) -> list[int]:
-        usual = [0] * len(part_bytes(n)) if n in nothing else sizes(n)
-        return [full if i in whole.get(n, ()) else b for i, (b, full) in enumerate(zip(usual, part_bytes(n), strict=True))]
-
-    return of
 
 
 def public(

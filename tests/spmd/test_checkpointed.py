@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from autopar.cost import Cost
-from autopar.cost.fusion import fused
 from autopar.formulate.setting import Setting
 from autopar.mesh import Mesh
 from autopar.passes.manager import overlap
@@ -60,7 +59,7 @@ def test_checkpointed_layers(name: str, layout: str) -> None:
         else:  # it may split otherwise than the layout
             assert all((grads[n] - theirs[n]).norm() <= 1e-5 * grads[n].norm() for n in grads)
             parts, rules = overlap(s.parts, "sim"), {op.name: lookup(op) for op in p.graph.ops}
-            got = price(parts, s.plan, p.graph, Cost(cluster(2), Mesh.of(AXES), fused(p.graph, rules)), setting, "sim")
+            got = price(parts, s.plan, p.graph, Cost.compiled(cluster(2), Mesh.of(AXES), p.graph, rules), setting, "sim")
             assert got.step_time_s == pytest.approx(s.plan.predicted["step_time_s"], rel=1e-6)
         assert 2 * len(saved_activations(s)) < len(saved_activations(without))
         assert torch.int64 not in saved_activations(s)  # what dropout's masks are drawn from

@@ -20,7 +20,6 @@ import torch
 
 from autopar.cluster import Cluster
 from autopar.cost import Cost
-from autopar.cost.fusion import fused
 from autopar.formulate.setting import Setting
 from autopar.mesh import Mesh
 from autopar.offload import OffloadSettings, close_store, find_store, open_store
@@ -101,7 +100,7 @@ def test_what_is_priced_is_moved(name: str, axes: str, medium: str) -> None:
     parts = rewritten(name, axes, found.plan)
     p, _ = captured(name, 4)
     mesh = mesh_of(axes)
-    cost = Cost(fast(math.prod(mesh.values())), Mesh.of(mesh), fused(p.graph, {op.name: lookup(op) for op in p.graph.ops}))
+    cost = Cost.compiled(fast(math.prod(mesh.values())), Mesh.of(mesh), p.graph, {op.name: lookup(op) for op in p.graph.ops})
     got = price(parts, found.plan, p.graph, cost, setting_of(name, (medium,), math.inf), "sim")
     want = found.plan.predicted["step_time_s"]
     assert abs(got.step_time_s - want) <= 1e-6 * want, f"{got}\npredicted {found.plan.predicted}"

@@ -16,7 +16,6 @@ import math
 import pytest
 
 from autopar.cost import Cost
-from autopar.cost.fusion import fused
 from autopar.formulate.setting import Setting
 from autopar.infeasible import InfeasibleError
 from autopar.mesh import Mesh
@@ -28,7 +27,7 @@ from autopar.planning import Planned
 from autopar.price import Price, price
 from autopar.rules import lookup
 from autopar.simulate import COMPUTE, Replay, records, replay
-from autopar.stored import stored
+from autopar.stored import stored, with_saved
 from tests.models import ZOO
 from tests.spmd.simulate import fake_world, simulated
 from tests.spmd.test_planned import LINKS, NAMES, captured, planned
@@ -72,7 +71,7 @@ def priced(
 
 def cost_of(name: str, axes: str, links: str = "even") -> Cost:
     mesh, graph = mesh_of(axes), captured(name)[0].graph
-    return Cost(LINKS[links](math.prod(mesh.values())), Mesh.of(mesh), fused(graph, {op.name: lookup(op) for op in graph.ops}))
+    return Cost.compiled(LINKS[links](math.prod(mesh.values())), Mesh.of(mesh), graph, {op.name: lookup(op) for op in graph.ops})
 
 
 @functools.cache
@@ -86,7 +85,9 @@ def simulate(name: str, axes: str, found: Planned, got: Price, parts: Parts) -> 
     """The step without the optimizer; memory with its state."""
     seconds = {c.node: (c.resource, c.seconds) for c in got.charges}
     p, _ = captured(name)
-    table, start = records(parts, lambda n: seconds.get(n, (COMPUTE, 0.0)), stored(p.graph, cost_of(name, axes)))
+    table, start = records(
+        parts, lambda n: seconds.get(n, (COMPUTE, 0.0)), with_saved(parts, stored(p.graph, cost_of(name, axes), parts.backward))
+    )
     places = (n for n in parts.forward.graph.nodes if n.op == "placeholder")
     params = found.plan.params
     trained = sum(

@@ -25,7 +25,6 @@ from torch import nn
 from autopar.capture import Call, capture
 from autopar.cluster import Cluster
 from autopar.cost import Cost
-from autopar.cost.fusion import fused
 from autopar.describe import describe
 from autopar.formulate import clusters as together
 from autopar.formulate.ideal import ideal
@@ -148,7 +147,7 @@ def random_cluster(g: random.Random) -> Cluster:
 
 def formulator(q: Quotient, cluster: Cluster, setting: Setting, only: Sequence[int] | None = None, mesh: Mesh = MESH) -> Formulator:
     rules = {op.name: lookup(op) for op in q.graph.ops}
-    return Formulator(q, rules, mesh, Cost(cluster, mesh, fused(q.graph, rules)), setting, only)
+    return Formulator(q, rules, mesh, Cost.compiled(cluster, mesh, q.graph, rules), setting, only)
 
 
 @dataclass

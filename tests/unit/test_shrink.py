@@ -10,7 +10,6 @@ import pytest
 
 from autopar.cluster import Cluster
 from autopar.cost import Cost
-from autopar.cost.fusion import fused
 from autopar.formulate.names import Names
 from autopar.formulate.problem import Formulator
 from autopar.formulate.quotient import quotient
@@ -35,7 +34,7 @@ def whole(name: str) -> Folded:
 
 def formulated(small: Shrunk, only: Sequence[int] | None = None, budget_bytes: float = float("inf")) -> tuple[Problem, Names]:
     rules = {op.name: lookup(op) for op in small.graph.ops}
-    cost = Cost(Cluster.of("h100:8"), MESH, fused(small.graph, rules))
+    cost = Cost.compiled(Cluster.of("h100:8"), MESH, small.graph, rules)
     setting = Setting(frozenset(small.graph.params), budget_bytes=budget_bytes)
     f = Formulator(quotient(small), rules, MESH, cost, setting, only)
     return f.run()
