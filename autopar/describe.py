@@ -7,6 +7,7 @@ the node's name; output i of a node with several outputs has "name.i". `getitem`
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -139,6 +140,24 @@ def describe_node(node: fx.Node, tensors: dict[str, Tensor]) -> Op:
     direction = "backward" if node.meta.get("partitioner_tag") == "is_backward" else "forward"
     args, kwargs = convert(node.args), convert(dict(node.kwargs))
     return Op(node.name, str(node.target), args, kwargs, outputs, direction, module_of(node), tags_of(node, len(outputs)))
+
+
+def describe_calls(nodes: Iterable[fx.Node], results: Iterable[Any]) -> tuple[Graph, dict[str, fx.Node]]:
+    """The calls among `nodes` of a rewritten graph, at local shapes, all of one direction; and the node of each. results: what is returned or read elsewhere."""
+    tensors: dict[str, Tensor] = {}
+    calls: dict[str, fx.Node] = {}
+    ops: list[Op] = []
+    for n in nodes:
+        if n.op in ("placeholder", "get_attr"):
+            val = n.meta["val"]
+            tensors[n.name] = Tensor(n.name, tuple(val.shape), dtype_name(val.dtype))
+        elif n.op == "call_function" and not _torch.is_getitem(n):
+            op = replace(describe_node(n, tensors), direction="forward")
+            tensors |= {t.name: t for t in op.outputs if t is not None}
+            ops.append(op)
+            calls[op.name] = n
+    outputs = tuple(tensor_name(n) for n in results if isinstance(n, fx.Node))
+    return Graph({}, {}, (), (), (), tuple(ops), outputs, {}, {}, tensors), calls
 
 
 def tags_of(node: fx.Node, outputs: int) -> tuple[str, ...]:

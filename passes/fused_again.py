@@ -5,7 +5,8 @@ its operands for nothing, and need be neither written in forward, nor kept, nor 
 the plan saves is made again if
 
     it, and what it is made of down to what is saved or given, are cheap, fusible calls, and nothing but such calls reads it in backward
-    its kernels then read less: what they would have to read in its place, and do not read yet, is smaller than it is
+    its kernels then read less: what they would have to read in its place, and do not read yet, is smaller than it is; or no larger, if forward writes that
+        anyway, and this for backward alone
     backward never holds more: what is saved in its place, or lives longer for it, is no larger than it is
 
 What is made of nothing that is saved yet (logits in single precision, of a product in half precision) is replaced by what it is made of. Products, attention, collectives, random
@@ -18,12 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
 from autopar.capture import Role
-from autopar.cost.fusion import is_fusible
-from autopar.describe import describe_node, dtype_name, tensor_name
+from autopar.cost.fusion import fused, is_fusible
+from autopar.describe import describe_calls, describe_node, dtype_name, tensor_name
 from autopar.graph import Tensor
 from autopar.passes.nodes import AWAY, is_issue, is_wait, nbytes, shares_storage, storage_of
 from autopar.rules import lookup
@@ -42,20 +44,33 @@ class _Way:
 
 
 def fused_again(
-    nodes: Sequence[fx.Node], role_of: Mapping[fx.Node, Role], saved: Set[fx.Node], again: Set[fx.Node], pinned: Set[str]
+    nodes: Sequence[fx.Node],
+    role_of: Mapping[fx.Node, Role],
+    results: Sequence[Any],
+    saved: Set[fx.Node],
+    again: Set[fx.Node],
+    pinned: Set[str],
 ) -> set[fx.Node]:
-    """Forward calls to be made again besides `again`. saved: what backward reads of forward; pinned: operators whose results users want saved."""
-    return _Search(nodes, role_of, saved, again, pinned).run()
+    """Forward calls to be made again besides `again`. results: of forward, to who called; saved: what backward reads of forward; pinned: operators whose results
+    users want saved."""
+    return _Search(nodes, role_of, results, saved, again, pinned).run()
 
 
 class _Search:
     def __init__(
-        self, nodes: Sequence[fx.Node], role_of: Mapping[fx.Node, Role], saved: Set[fx.Node], again: Set[fx.Node], pinned: Set[str]
+        self,
+        nodes: Sequence[fx.Node],
+        role_of: Mapping[fx.Node, Role],
+        results: Sequence[Any],
+        saved: Set[fx.Node],
+        again: Set[fx.Node],
+        pinned: Set[str],
     ) -> None:
         self.role_of, self.pinned = role_of, pinned
         self.order = {n: i for i, n in enumerate(nodes)}
         self.saved, self.again, self.added = set(saved), again, set[fx.Node]()
         self.known: dict[fx.Node, bool] = {}
+        self.written = _written([n for n in nodes if n.op != "call_function" or n.meta["direction"] == "forward"], results)
 
     def run(self) -> set[fx.Node]:
         made: dict[fx.Node, list[fx.Node]] = {}
@@ -86,7 +101,9 @@ class _Search:
             reads = [r for r in self.readers(_maker(n)) if r.meta["direction"] == "backward"]
             unread += 0 if any(self.is_cheap(r) for r in reads) else nbytes(n)
             longer += 0 if any(self.order[r] >= first for r in reads) else nbytes(n)
-        return way if instead + unread < size and instead + longer <= size else None
+        # At equal size, what is written for backward alone gives way to what is written anyway.
+        gains = instead + unread < size or (instead + unread == size and maker not in self.written and way.unsaved <= self.written)
+        return way if gains and instead + longer <= size else None
 
     def made_of(self, mine: list[fx.Node]) -> _Way | None:
         way = _Way(set(), set(), set())
@@ -139,6 +156,13 @@ class _Search:
         if n not in self.known:
             self.known[n] = n.op == "call_function" and not is_issue(n) and not is_wait(n) and _is_fusible(n)
         return self.known[n]
+
+
+def _written(nodes: Sequence[fx.Node], results: Sequence[Any]) -> set[fx.Node]:
+    """What forward's kernels write though nothing is kept."""
+    graph, calls = describe_calls(nodes, results)
+    shares = fused(graph, {op.name: lookup(op) for op in graph.ops})
+    return {n for name, n in calls.items() if name not in shares or shares[name].writes}
 
 
 def _is_fusible(n: fx.Node) -> bool:

@@ -65,7 +65,7 @@ def partition(
     wanted = [a for n in backward_nodes for a in n.all_input_nodes] + [n for _, n in bw_results if isinstance(n, fx.Node)]
     saved, used = _crossing(wanted, is_backward, again, role_of)
     if fuses:
-        again |= fused_again(nodes, role_of, saved.keys(), again, pinned)
+        again |= fused_again(nodes, role_of, [n for _, n in fw_results], saved.keys(), again, pinned)
         saved, used = _crossing(wanted, is_backward, again, role_of)
 
     order = {n: i for i, n in enumerate(nodes)}

@@ -12,7 +12,7 @@ it, so each direction may have levels of its own.)
 The level is first the lowest possible, the most non-fusible ops on any path that leads to the op. Then groups sink to the level of the first
 that uses them: in backward, what only needs forward's values, such as a norm's `2 x`, could be made at once, but is made where it is used.
 
-Constants are made where they are used, and operands that were expanded are read from cache: neither is charged. What the plan redistributes between
+Constants, and what is made of them alone (a mask), are made where they are used, and operands that were expanded are read from cache: neither is charged. What the plan redistributes between
 two ops of a group is written and read all the same, and a reduction that needs a second pass reads twice: neither is seen here.
 """
 
@@ -70,7 +70,7 @@ def fused(graph: Graph, rules: Mapping[str, Rule], by_module: bool = False) -> d
         read = set()
         for t in reads(op):
             made_by = looks.maker.get(t.name)
-            if made_by is not None and (group[made_by.name] == here or _is_constant(made_by, rules)):
+            if made_by is not None and (group[made_by.name] == here or made_by.name in looks.constant):
                 continue
             key = (here, looks.contents(t))
             if key not in seen and not looks.is_expanded(t):
@@ -95,8 +95,14 @@ class Looks:
         self.of: dict[str, Tensor] = {}  # a view's output -> what it looks at
         self.maker: dict[str, Op] = {}
         self.root: dict[str, str] = {}
+        self.constant = set[
+            str
+        ]()  # cheap ops of nothing but their arguments and other constants: made again in every kernel that uses them
         for op in graph.ops:
             view = is_view(op, rules[op.name]) and bool(op.inputs)
+            of_constants = all(t.name in self.maker and self.maker[t.name].name in self.constant for t in reads(op))
+            if rules[op.name].kind == "cheap" and is_fusible(op, rules[op.name]) and of_constants:
+                self.constant.add(op.name)
             for t in op.outputs:
                 if t is None:
                     continue
@@ -124,11 +130,6 @@ class Looks:
         return False
 
 
-def _is_constant(op: Op, rules: Mapping[str, Rule]) -> bool:
-    """Cheap, and of nothing but its arguments: made again in every kernel that uses it."""
-    return rules[op.name].kind == "cheap" and is_fusible(op, rules[op.name]) and not reads(op)
-
-
 def _groups(graph: Graph, rules: Mapping[str, Rule], looks: Looks, by_module: bool) -> dict[str, str]:
     """Op -> a name for its group, that of one of its ops; no views."""
     after: dict[str, int] = {}  # tensor -> the level of a fusible op that reads only this
@@ -150,7 +151,7 @@ def _groups(graph: Graph, rules: Mapping[str, Rule], looks: Looks, by_module: bo
         and made_by.direction == op.direction
         and (not by_module or made_by.module == op.module)
     ]
-    joins = {op.name for op in graph.ops if is_fusible(op, rules[op.name]) and not _is_constant(op, rules)}
+    joins = {op.name for op in graph.ops if is_fusible(op, rules[op.name]) and op.name not in looks.constant}
     first = _joined(level, edges, joins)
     uses: dict[str, set[str]] = {}
     for p, c in edges:
@@ -190,7 +191,7 @@ def _needed(graph: Graph, rules: Mapping[str, Rule], looks: Looks, group: Mappin
             p = looks.maker.get(t.name)
             if p is None or group[p.name] == group[op.name]:
                 continue
-            if _is_constant(p, rules) and is_fusible(by_name[op.name], rules[op.name]):
+            if p.name in looks.constant and is_fusible(by_name[op.name], rules[op.name]):
                 continue
             needed.add(looks.root.get(t.name, t.name))
     return needed

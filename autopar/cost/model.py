@@ -90,14 +90,13 @@ class Cost:
         launches: float = bool(written)
         if rule.kind not in compute.HEAVY and self.fused is not None and op.name in self.fused:
             read, written, launches = self.fused[op.name]
+        moved = memory.moved_bytes(op, ins, outs, self.mesh, read, written)
         if again and op.name in self.halves.again:
-            (read, written, launches), spared, _ = self.halves.again[op.name]
-            moved = memory.moved_bytes(op, ins, outs, self.mesh, read, written)
-            for name, times in spared.items():
-                moved -= times * memory.moved_bytes(op, ins, outs, self.mesh, frozenset(), frozenset((name,)))
-            moved = max(moved, LEAST * memory.moved_bytes(op, ins, outs, self.mesh, *alone))
-        else:
-            moved = memory.moved_bytes(op, ins, outs, self.mesh, read, written)
+            times, launches, _ = self.halves.again[op.name]
+            moved = max(
+                LEAST * memory.moved_bytes(op, ins, outs, self.mesh, *alone),
+                times * memory.moved_bytes(op, ins, outs, self.mesh, frozenset(), alone[1]),
+            )
         if rule.kind == "random" and self.fused is None and outs[0] is not None:
             moved += DRAW_BYTES * math.prod(outs[0].local_shape(self.mesh))
             launches += DRAW_CALLS

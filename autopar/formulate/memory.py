@@ -34,6 +34,7 @@ from autopar.formulate import away
 from autopar.formulate.chains import Chains
 from autopar.formulate.loose import Loosen
 from autopar.formulate.stretches import Stretches
+from autopar.graph import DTYPE_BYTES
 from autopar.solver.problem import DEVICE, Key, Problem, Row
 from autopar.storage import batch_placements
 
@@ -217,7 +218,13 @@ class Rows:
                 self.add(("x", end.choice, s), -size[n], made + 1, self.end - 1, grad, grows=True, last_call=True)
 
     def writes(self, op: Op) -> bool:
-        return any(t is not None and t.name in self.written for t in op.outputs)
+        """Whether anything is in memory once `op` has run that was not before: what is read elsewhere, or may be kept."""
+        return any(t is not None and (t.name in self.written or t.name in self.may_be_kept) for t in op.outputs)
+
+    @cached_property
+    def may_be_kept(self) -> set[str]:
+        members = self.f.q.members
+        return {t for value in self.problem.values if value.fates for t in members[value.name]}
 
     def live(self, spans: Spans, columns: Sequence[int]) -> dict[int, dict[Key, float]]:
         """Column -> bytes by variable. A stretch of variables at a time: most of them live at few positions, so of a program with a hundred thousand of
@@ -341,6 +348,8 @@ class Rows:
             if flow is None or not users[direction]:
                 continue
             first, last = min(users[direction]), max(users[direction])
+            if tensor in f.param_of and self.is_cast(tensor):
+                self.cast(v, direction, first, last)
             first = self.stretches.issued(first) if tensor in f.param_of else first
             for a, arc in enumerate(flow.arcs):
                 if arc.times:
@@ -353,6 +362,21 @@ class Rows:
             for i, nodes in self.remade[v]:
                 for s, n in enumerate(nodes):
                     self.add(("r", i, s), size[n], min(users[1]), max(users[1]))
+
+    def is_cast(self, param: str) -> bool:
+        """Whether it is stored in another precision than it is computed with."""
+        return DTYPE_BYTES.get(self.f.graph.tensors[param].dtype, 4) != self.f.setting.master_bytes
+
+    def cast(self, v: int, direction: int, first: int, last: int) -> None:
+        """A parameter in the precision of computing: there while it is used, unless it is gathered, which is counted by itself."""
+        value, size = self.problem.values[v], self.sizes(v)
+        flow = (value.forward, value.backward)[direction]
+        for end in value.forward.supplies:
+            for s, n in enumerate(end.nodes):
+                self.add(("x", end.choice, s), size[n], first, last)
+        for a, arc in enumerate(flow.arcs if flow is not None else ()):
+            if arc.times:
+                self.add(("e", v, direction, a), -size[arc.src], first, last)
 
     def workspace(self) -> None:
         """What operators that are run call by call make on the way to their results."""

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from torch import fx
 
-from autopar import _torch
 from autopar.cost import Cost
 from autopar.cost.fusion import fused
-from autopar.describe import describe_node, dtype_name, tensor_name
-from autopar.graph import Graph, Op, Tensor
+from autopar.describe import describe_calls
 from autopar.mesh import Mesh
 from autopar.passes.nodes import is_issue, is_wait, part_bytes
 from autopar.passes.partition import Parts
@@ -37,7 +34,7 @@ def as_compiled(parts: Parts, cost: Cost) -> tuple[dict[fx.Node, float], Callabl
 
 
 def _half(gm: fx.GraphModule, cost: Cost, seconds: dict[fx.Node, float], sizes: dict[fx.Node, list[int]]) -> None:
-    graph, nodes = _graph(gm)
+    graph, nodes = describe_calls(gm.graph.nodes, gm.graph.output_node().args[0])
     rules = {op.name: lookup(op) for op in graph.ops}
     shares = fused(graph, rules)
     one = replace(cost, mesh=Mesh.of({}), fused=shares)
@@ -51,22 +48,3 @@ def _half(gm: fx.GraphModule, cost: Cost, seconds: dict[fx.Node, float], sizes: 
         if op.name in shares and not rule.is_heavy:
             there = [t is not None and t.name in shares[op.name].writes for t in op.outputs]
             sizes[n] = [b * w for b, w in zip(part_bytes(n), there, strict=True)]
-
-
-def _graph(gm: fx.GraphModule) -> tuple[Graph, dict[str, fx.Node]]:
-    """The calls of a half, torch-free: at local shapes, all of one direction."""
-    tensors: dict[str, Tensor] = {}
-    ops: list[Op] = []
-    nodes: dict[str, fx.Node] = {}
-    for n in gm.graph.nodes:
-        if n.op in ("placeholder", "get_attr"):
-            val = n.meta["val"]
-            tensors[n.name] = Tensor(n.name, tuple(val.shape), dtype_name(val.dtype))
-        elif n.op == "call_function" and not _torch.is_getitem(n):
-            op = replace(describe_node(n, tensors), direction="forward")
-            tensors |= {t.name: t for t in op.outputs if t is not None}
-            ops.append(op)
-            nodes[op.name] = n
-    results: list[Any] = list(gm.graph.output_node().args[0])
-    outputs = tuple(tensor_name(n) for n in results if isinstance(n, fx.Node))
-    return Graph({}, {}, (), (), (), tuple(ops), outputs, {}, {}, tensors), nodes
