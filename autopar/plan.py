@@ -82,6 +82,7 @@ class Plan:
     fingerprint: str = ""
     order: tuple[str, ...] = ()
     segments: dict[str, tuple[int, ...]] = field(default_factory=dict)  # repeated stack -> layers that share fates, first to last, if cut
+    together: int = 1  # neighbouring layers that have fates of their own, the same in every so many (`solver.fold.grouped`)
     modules: dict[str, str] = field(default_factory=dict)  # op of forward -> path of the module it came from, for the report
     # What planning says of it; a hand layout says nothing.
     cluster: str = ""

@@ -110,6 +110,7 @@ class PlanModel(_Model):
     fingerprint: Text = ""
     order: Rows[Text] = []
     segments: Short[tuple[Text, Table[Positive]]] = []
+    together: Positive = 1
     cluster: Text = ""
     activations: dict[Fate, Rows[Text]] = {}
     recompute: Rows[Text] = []
@@ -304,6 +305,7 @@ def _file(plan: Plan) -> FileModel:
         "fingerprint": plan.fingerprint,
         "order": plan.order,
         "segments": sorted(plan.segments.items()),
+        "together": plan.together,
         "cluster": plan.cluster,
         "activations": fates,
         "recompute": sorted(plan.recompute),
@@ -379,6 +381,7 @@ def _decode(file: FileModel) -> Plan:
         fingerprint=m.fingerprint,
         order=tuple(m.order),
         segments={name: tuple(counts) for name, counts in m.segments},
+        together=m.together,
         modules=modules,
         cluster=m.cluster,
         activations={tensor: fate for fate, tensors in m.activations.items() for tensor in tensors},

@@ -23,11 +23,14 @@ from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.refit import modules_of
 from autopar.rules.grammar import Rule
-from autopar.solver.fold import Folded, fold
+from autopar.solver.fold import Folded, fold, grouped
 from autopar.solver.problem import Problem
 from autopar.solver.solve import Infeasible, Limits, Solution
 from autopar.staged import Found, Stages
 from autopar.tags import binding, unmet, untagged
+
+TOGETHER = 2, 3  # layers that are taken as one where nothing fits otherwise
+LARGEST = 1500  # kinds of operators in a program of such
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,14 @@ class Step:
                 fix="give it more time (--time-limit), fewer layers (--layers) or a mesh with fewer axes",
             ) from e
 
+    def grouped(self) -> Iterator[Step]:
+        """With a few neighbouring layers as one, so that what these hand to each other may be made again too: less memory, a larger program."""
+        s, small = self.stages, len(self.folded.count)
+        for together in TOGETHER:
+            folded = grouped(self.folded, together)
+            if folded is not None and small < len(folded.count) <= LARGEST:
+                yield replace(self, folded=folded, stages=Stages(folded, s.mesh, s.cluster, s.setting, s.limits, s.tell, s.restrict))
+
     def untagged(self) -> Step:
         """Without the tags of the user's."""
         s = self.stages
@@ -120,6 +131,16 @@ def plan_graph(
 
     with step.in_time():
         done = solved(step)
+    if isinstance(done.answer, Infeasible):
+        for larger in step.grouped():
+            try:
+                other = solved(larger)
+            except TimeoutError:
+                break
+            if _least(other) < _least(done):
+                step, done = larger, other
+            if isinstance(other.answer, Solution):
+                break
     found = done.answer
     if isinstance(found, Infeasible):
         said = binding(step.folded.graph)
@@ -138,6 +159,11 @@ def does_not_fit(found: Infeasible, tags: str = "") -> InfeasibleError:
         remedy=("fewer tags, which need the more memory: " if tags else "")
         + f"{found.least_bytes / 1e9:.2f} GB a device would do; or more devices, a smaller batch or shorter sequences",
     )
+
+
+def _least(done: Found) -> float:
+    """What a device must have; nothing, where there is an answer."""
+    return done.answer.least_bytes if isinstance(done.answer, Infeasible) else 0.0
 
 
 def _least_bytes(step: Step, solved: Callable[[Step], Found]) -> float:

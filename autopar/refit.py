@@ -15,7 +15,7 @@ from typing import Any
 from autopar.errors import AutoparError
 from autopar.graph import Graph, Op
 from autopar.plan import CollectiveUse, Plan
-from autopar.solver.fold import Folded, fold, numbered
+from autopar.solver.fold import Folded, fold, grouped, numbered
 from autopar.solver.shrink import Shrunk, shrink
 from autopar.solver.stacks import DIGITS
 
@@ -31,7 +31,7 @@ def refit(plan: Plan, graph: Graph | Folded) -> Plan:
 
     Raises PlanMismatchError that says what differs.
     """
-    folded = fold(graph) if isinstance(graph, Graph) else graph
+    folded = _folded_as(plan, fold(graph) if isinstance(graph, Graph) else graph)
     ops = folded.graph.ops
     if not plan.fingerprint:  # a hand layout's, which holds for the names it has
         if list(plan.ops) == [op.name for op in ops]:
@@ -70,6 +70,16 @@ def refit(plan: Plan, graph: Graph | Folded) -> Plan:
     )
 
 
+def _folded_as(plan: Plan, folded: Folded) -> Folded:
+    """With as many layers as one as the plan has."""
+    if plan.together == folded.together:
+        return folded
+    found = grouped(folded, plan.together)
+    if found is None:
+        raise _mismatch(plan, folded, [f"it is of groups of {plan.together} layers, which the program's are not a multiple of"])
+    return found
+
+
 def _shrunk(plan: Plan, folded: Folded) -> Shrunk:
     try:
         small = shrink(folded, plan.segments)
@@ -95,6 +105,7 @@ def _results(of: Mapping[str, Any], ops: tuple[Op, ...], like: Mapping[str, str]
 def served(plan: Plan, folded: Folded) -> tuple[CollectiveUse, ...]:
     """The collectives of a plan made for `folded`, with names that `refit` can follow: operators' results by those in `Plan.order`, all else by
     its name in the program."""
+    folded = _folded_as(plan, folded)
     stands = standing(folded, shrink(folded, plan.segments))
     leaves = leaf_names(folded)
 

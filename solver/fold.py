@@ -32,6 +32,7 @@ class Folded:
     tensor_rep, tensor_count: the same of tensors (results, parameters, buffers, inputs, tangents, constants), by tensor name.
     stacks: the repeated stretches as they are in `graph`; copies: how many copies of each the program has.
     unfolded: layers that look repeated but do not fold, with the reason.  note: how it was captured, if not as asked.
+    together: neighbouring layers taken as one copy, more than there have to be (`grouped`).
     """
 
     graph: Graph
@@ -43,6 +44,7 @@ class Folded:
     copies: tuple[int, ...]
     unfolded: tuple[str, ...] = ()
     note: str = ""
+    together: int = 1
 
     @property
     def depth(self) -> dict[str, int]:
@@ -98,6 +100,24 @@ def folded(graph: Graph, stacks: tuple[Stack, ...], copies: tuple[int, ...], unf
                     if members[-2]:
                         tensor_count[members[-2]] = n
     return Folded(graph, rep, count, tensor_rep, tensor_count, stacks, copies, unfolded, note)
+
+
+def grouped(f: Folded, together: int) -> Folded | None:
+    """`f` with so many neighbouring copies of every stack as one: what one of them hands to the next is then within a copy. A stack of so many copies is
+    not folded at all. None where copies are left over, or were not all captured."""
+    if any(s.copies != n or n % together for s, n in zip(f.stacks, f.copies, strict=True)):
+        return None
+
+    def joined(copies: st.Copies, backwards: bool = False) -> st.Copies:
+        groups = [copies[i : i + together] for i in range(0, len(copies), together)]
+        return tuple(tuple(name for copy in (group[::-1] if backwards else group) for name in copy) for group in groups)
+
+    stacks = tuple(
+        replace(s, forward=joined(s.forward), backward=joined(s.backward, True), leaves=joined(s.leaves), layers=s.layers * together)
+        for s in f.stacks
+        if s.copies > together
+    )
+    return replace(folded(f.graph, stacks, tuple(s.copies for s in stacks), f.unfolded, f.note), together=together)
 
 
 # ---- names -------------------------------------------------------------------------------------------------------

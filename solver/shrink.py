@@ -162,7 +162,7 @@ class _Shrinker:
                     self.tensors[new] = replace(g.tensors[old], name=new)
                     tensor_times[new] = p.times
         graph = self.with_leaves(tuple(ops))
-        small = folded(graph, tuple(stacks), self.f.copies, self.f.unfolded, self.f.note)
+        small = replace(folded(graph, tuple(stacks), self.f.copies, self.f.unfolded, self.f.note), together=self.f.together)
         return Shrunk(small, self.images(), times, tensor_times, segment, self.segments)
 
     def order(self) -> list[tuple[str, int, int]]:

@@ -17,7 +17,8 @@ class Again:
         self.f = f
 
     def leaves_its_copy(self, op: Op, t: Tensor) -> bool:
-        """Whether forward reads `t`, made in a copy of a layer, outside of that copy; or in one, and a product made it outside of layers."""
+        """Whether forward reads `t`, made in a copy of a layer, outside of that copy; or in one, and a product made it outside of layers. Where layers are
+        grouped for want of memory, the last of them may be made again for what comes after it: then it does not leave."""
         home = self.f.copy_of.get(op.name)
         if is_view(op, self.f.rules[op.name]) or (home is None and t.name not in self.follows_from_products):
             return False
@@ -25,12 +26,18 @@ class Again:
         while todo:
             for r in self.f.readers.get(todo.pop(), ()):
                 if r.direction == "forward":
-                    if self.f.copy_of.get(r.name) != home:
+                    if not self.is_within(op, r):
                         return True
                     if self.f.rules[r.name].kind == "view" and r.outputs[0] is not None and r.outputs[0].name not in seen:
                         seen.add(r.outputs[0].name)
                         todo.append(r.outputs[0].name)
         return False
+
+    def is_within(self, op: Op, reader: Op) -> bool:
+        """Whether what `reader` does again may take `op` with it."""
+        home, there = self.f.copy_of.get(op.name), self.f.copy_of.get(reader.name)
+        ends = home is not None and self.f.q.together > 1 and home[1] == len(self.f.q.stacks[home[0]].forward) - 1
+        return there == home or (ends and there is None)
 
     @cached_property
     def follows_from_products(self) -> set[str]:

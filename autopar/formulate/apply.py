@@ -78,7 +78,7 @@ def apply(
         dict(mesh.parents), "planned", params, ops, batch_placements(graph.inputs, data, mesh), outputs, data,
         {op.name: op.target for op in (*graph.ops, *more)}, _collectives(problem, names, decision), repeated, True, kept, frozenset(rerun),
         fingerprint=folded.fingerprint(), order=order, activations=activations,
-        segments={name: n for name, n in shrunk.segments.items() if len(n) > 1},
+        segments={name: n for name, n in shrunk.segments.items() if len(n) > 1}, together=folded.together,
     )  # fmt: skip
 
 

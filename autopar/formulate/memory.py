@@ -403,7 +403,7 @@ class Rows:
                 mine = [t.name for t in op.outputs if t is not None and not f.again.leaves_its_copy(op, t)]
                 at = [p for t in mine for p in self.users(t, "backward")]
                 later = [r for t in mine for r in f.readers.get(t, ()) if r.direction == "forward"]
-                at += [found[r.name] for r in later if r.name in found and f.copy_of.get(r.name) == f.copy_of.get(op.name)]
+                at += [found[r.name] for r in later if r.name in found and f.again.is_within(op, r)]
                 if at:
                     found[op.name] = min(at)
         return found

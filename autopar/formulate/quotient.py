@@ -22,7 +22,7 @@ class Quotient:
     the layer before it, an operator reads what is made further on.
 
     rep, tensor_rep: the class of everything in `graph`. group: tensor -> the value it belongs to (the name of one of its tensors);
-    members: value -> its tensors. times, tensor_times: how many of the program each in `graph` stands for. segment: operators of a class that
+    members: value -> its tensors. together: as of `solver.fold.Folded`. times, tensor_times: how many of the program each in `graph` stands for. segment: operators of a class that
     share a fate (`solver.shrink`).
     """
 
@@ -36,6 +36,7 @@ class Quotient:
     tensor_times: Mapping[str, int]
     stacks: tuple[Stack, ...]
     segment: Mapping[str, int]
+    together: int = 1
 
     def count(self, value: str) -> int:
         """How many tensors of the program a value is."""
@@ -65,7 +66,7 @@ def quotient(s: Shrunk) -> Quotient:
         tensors={n: t for n, t in graph.tensors.items() if f.tensor_rep[n] == n},
     )
     group, members = _groups(s)
-    return Quotient(graph, classes, f.rep, f.tensor_rep, group, members, s.times, s.tensor_times, f.stacks, s.segment)
+    return Quotient(graph, classes, f.rep, f.tensor_rep, group, members, s.times, s.tensor_times, f.stacks, s.segment, f.together)
 
 
 def _groups(s: Shrunk) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:

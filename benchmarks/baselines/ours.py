@@ -85,6 +85,8 @@ class Ours:
             if point.peak_bytes <= peak_bytes * (1 + CLOSE):
                 return plan, said
             if why := too_small(plan, budget):
+                if planned == self.of_all_budgets:
+                    return self._within(peak_bytes, self.of_one_budget)
                 return None, {"why": why, "asked_bytes": budget, "tries": tries, "seconds": said["seconds"]}
             budget = min(budget * peak_bytes / point.peak_bytes, budget - (point.peak_bytes - peak_bytes) / 2)
         return None, {"why": f"the simulated peak stays higher after {TRIES} tries", "tries": TRIES, "seconds": said["seconds"]}
