@@ -116,7 +116,7 @@ class Chains:
             self.events = Events()
             for run in reversed(self.runs.values()):
                 self._when(run, steps)
-            if len(self.events.known) <= (EVENTS if rows.f.q.stacks else UNFOLDED):
+            if len(self.events.known) <= (EVENTS if rows.f.q.stacks or rows.f.q.together > 1 else UNFOLDED):
                 break
         self.at: dict[int, list[Run]] = defaultdict(list)  # position of backward -> what may run for it
         for run in self.runs.values():
