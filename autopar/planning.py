@@ -31,6 +31,7 @@ from autopar.tags import binding, unmet, untagged
 
 TOGETHER = 2, 3  # layers that are taken as one where nothing fits otherwise
 LARGEST = 1500  # kinds of operators in a program of such
+GROUPED_S = 30.0  # for one of them, at most
 
 
 @dataclass(frozen=True)
@@ -91,13 +92,15 @@ class Step:
                 fix="give it more time (--time-limit), fewer layers (--layers) or a mesh with fewer axes",
             ) from e
 
-    def grouped(self) -> Iterator[Step]:
-        """With a few neighbouring layers as one, so that what these hand to each other may be made again too: less memory, a larger program."""
+    def grouped(self, short_bytes: float) -> Iterator[Step]:
+        """With a few neighbouring layers as one, so that what these hand to each other may be made again too: less memory, a larger program. Nothing where all that
+        layers hand on is less than what is missing."""
         s, small = self.stages, len(self.folded.count)
-        for together in TOGETHER:
+        for together in TOGETHER if short_bytes < handed_on_bytes(self.folded) else ():
             folded = grouped(self.folded, together)
             if folded is not None and small < len(folded.count) <= LARGEST:
-                yield replace(self, folded=folded, stages=Stages(folded, s.mesh, s.cluster, s.setting, s.limits, s.tell, s.restrict))
+                limits = replace(s.limits, seconds=min(s.limits.seconds, GROUPED_S))
+                yield replace(self, folded=folded, stages=Stages(folded, s.mesh, s.cluster, s.setting, limits, s.tell, s.restrict))
 
     def untagged(self) -> Step:
         """Without the tags of the user's."""
@@ -132,7 +135,7 @@ def plan_graph(
     with step.in_time():
         done = solved(step)
     if isinstance(done.answer, Infeasible):
-        for larger in step.grouped():
+        for larger in step.grouped(done.answer.shortfall_bytes):
             try:
                 other = solved(larger)
             except TimeoutError:
@@ -159,6 +162,17 @@ def does_not_fit(found: Infeasible, tags: str = "") -> InfeasibleError:
         remedy=("fewer tags, which need the more memory: " if tags else "")
         + f"{found.least_bytes / 1e9:.2f} GB a device would do; or more devices, a smaller batch or shorter sequences",
     )
+
+
+def handed_on_bytes(folded: Folded) -> float:
+    """Of what layers hand to the next, in forward, on one device."""
+    home = {n: (s, k) for s, stack in enumerate(folded.stacks) for k, names in enumerate(stack.forward) for n in names}
+    read_by: dict[str, set[tuple[int, int] | None]] = {}
+    for op in folded.graph.ops:
+        for t in op.inputs if op.direction == "forward" else ():
+            read_by.setdefault(t.name, set()).add(home.get(op.name))
+    made = ((t, home[op.name]) for op in folded.graph.ops if op.name in home for t in op.outputs if t is not None)
+    return sum(t.nbytes * folded.tensor_count.get(t.name, 0) for t, at in made if read_by.get(t.name, set()) - {at})
 
 
 def _least(done: Found) -> float:

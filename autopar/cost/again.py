@@ -59,6 +59,7 @@ class _Again:
         self.backward = [op for op in graph.ops if op.direction == "backward"]
         self.tensors = {t.name: t for op in graph.ops for t in (*op.inputs, *op.outputs) if t is not None}
         self.made = {t.name: op for op in graph.ops for t in op.outputs if t is not None}
+        self.params = {t.name for t in graph.params.values()}
         self.group = kernels(graph, rules)
         self.ours, self.free = set[str](), set[str]()
         # Of what backward itself reads in memory: the first to do so, and in how many kernels. By kernel, all that it reads.
@@ -108,7 +109,7 @@ class _Again:
         return is_fusible(op, self.rules[op.name])
 
     def sources(self, op: Op) -> dict[str, float]:
-        """What `op` is made of, down to what is kept or given, and how much of it."""
+        """What `op` is made of, down to what is kept or given, and how much of it. (Not parameters: those that a memory-bound op reads are small.)"""
         found: dict[str, float] = {}
         todo, seen = [(t, 1.0) for t in reads(op)], dict[str, float]()
         while todo:
@@ -121,7 +122,7 @@ class _Again:
             maker = self.made.get(root)
             if maker is not None and maker.name in self.ours and (root not in self.first or maker.name in self.free):
                 todo += [(x, share) for x in reads(maker)]
-            else:
+            elif root not in self.params:
                 found[root] = share
         return found
 

@@ -125,6 +125,7 @@ def test_no_field_is_overlooked() -> None:
         "order": (name,),
         "modules": {name: "other"},
         "segments": {"layers": (1, 2)},
+        "together": 2,
         "cluster": "x",
         "activations": {},
         "recompute": frozenset(),
