@@ -62,6 +62,9 @@ class Infeasible:
     strategies: tuple[int, ...] = ()
 
 
+SLIGHT = 1e-5  # of the budget: so much more is still within it
+
+
 class _Failed(Exception):
     pass
 
@@ -81,6 +84,21 @@ def solve(
     progress: Callable[[str, float], None] | None = None,
 ) -> Solution | Infeasible:
     """hints: strategies of known feasible answers, one index per choice."""
+    answer = _solve(problem, limits, hints, progress)
+    over = answer.price.over_bytes if isinstance(answer, Solution) else 0.0
+    if not isinstance(answer, Solution) or over <= SLIGHT * problem.budget_bytes:
+        return answer
+    # The solver holds rows to a kilobyte, which is much where a budget is a few hundred.
+    within = _solve(replace(problem, budget_bytes=problem.budget_bytes - 2 * over), limits, hints, progress)
+    if isinstance(within, Infeasible):
+        return replace(within, shortfall_bytes=max(over, within.least_bytes - problem.budget_bytes))
+    price = evaluate(problem, within.decision)
+    return replace(within, price=price, bound_s=min(answer.bound_s, price.objective_s))
+
+
+def _solve(
+    problem: Problem, limits: Limits | None, hints: Sequence[Sequence[int]], progress: Callable[[str, float], None] | None
+) -> Solution | Infeasible:
     limits = limits or Limits()
     start = time.perf_counter()
     tell = progress or (lambda stage, seconds: None)
