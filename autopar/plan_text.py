@@ -178,12 +178,17 @@ def _fates(plan: Plan, known: set[str]) -> dict[str, list[str]]:
     out: dict[str, list[str]] = defaultdict(list)
     for before, layers in found.items():
         counts = plan.segments.get(before.rstrip("."), ())
-        for segment, fates in sorted(layers[sorted(layers)[-2 if len(layers) > 1 else -1]].items(), key=lambda x: (x[0] < 0, x[0])):
-            whose = f"{counts[segment]} of {sum(counts)} layers: " if len(counts) > 1 and segment < len(counts) else ""
-            for fate, modules in sorted(fates.items(), reverse=True):
-                said = ", ".join(f"{m} ({n} x)" if n > 1 else m for m, n in modules.items())
-                what = SAID.get(fate, fate)
-                out[before] += textwrap.wrap(f"{whose}{what}: {said}", WIDTH, subsequent_indent="    ", break_long_words=False)
+        numbers, n = sorted(layers), plan.together
+        for k, number in enumerate(numbers[-2 * n :][:n]):
+            of_group = f"layer {k + 1} of {n}: " if n > 1 and len(numbers) > 1 else ""
+            for segment, fates in sorted(layers[number].items(), key=lambda x: (x[0] < 0, x[0])):
+                whose = f"{n * counts[segment]} of {n * sum(counts)} layers: " if len(counts) > 1 and segment < len(counts) else ""
+                for fate, modules in sorted(fates.items(), reverse=True):
+                    said = ", ".join(f"{m} ({x} x)" if x > 1 else m for m, x in modules.items())
+                    what = SAID.get(fate, fate)
+                    out[before] += textwrap.wrap(
+                        f"{whose}{of_group}{what}: {said}", WIDTH, subsequent_indent="    ", break_long_words=False
+                    )
     return out
 
 

@@ -23,7 +23,7 @@ from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.refit import modules_of
 from autopar.rules.grammar import Rule
-from autopar.solver.fold import Folded, fold, grouped
+from autopar.solver.fold import Folded, fold, grouped, handed_on_bytes
 from autopar.solver.problem import Problem
 from autopar.solver.solve import Infeasible, Limits, Solution
 from autopar.staged import Found, Stages
@@ -140,9 +140,9 @@ def plan_graph(
                 other = solved(larger)
             except TimeoutError:
                 break
-            if _least(other) < _least(done):
+            if isinstance(other.answer, Solution) or other.answer.least_bytes < done.answer.least_bytes:
                 step, done = larger, other
-            if isinstance(other.answer, Solution):
+            if isinstance(done.answer, Solution):
                 break
     found = done.answer
     if isinstance(found, Infeasible):
@@ -162,22 +162,6 @@ def does_not_fit(found: Infeasible, tags: str = "") -> InfeasibleError:
         remedy=("fewer tags, which need the more memory: " if tags else "")
         + f"{found.least_bytes / 1e9:.2f} GB a device would do; or more devices, a smaller batch or shorter sequences",
     )
-
-
-def handed_on_bytes(folded: Folded) -> float:
-    """Of what layers hand to the next, in forward, on one device."""
-    home = {n: (s, k) for s, stack in enumerate(folded.stacks) for k, names in enumerate(stack.forward) for n in names}
-    read_by: dict[str, set[tuple[int, int] | None]] = {}
-    for op in folded.graph.ops:
-        for t in op.inputs if op.direction == "forward" else ():
-            read_by.setdefault(t.name, set()).add(home.get(op.name))
-    made = ((t, home[op.name]) for op in folded.graph.ops if op.name in home for t in op.outputs if t is not None)
-    return sum(t.nbytes * folded.tensor_count.get(t.name, 0) for t, at in made if read_by.get(t.name, set()) - {at})
-
-
-def _least(done: Found) -> float:
-    """What a device must have; nothing, where there is an answer."""
-    return done.answer.least_bytes if isinstance(done.answer, Infeasible) else 0.0
 
 
 def _least_bytes(step: Step, solved: Callable[[Step], Found]) -> float:

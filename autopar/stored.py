@@ -29,18 +29,12 @@ def stored(graph: Graph, cost: Cost, backward: fx.GraphModule | None = None) -> 
     fusion `cost` knows; backward: the half in which forward's operators run again."""
     ops = {op.name: op for op in graph.ops}
     fused = cost.fused or {}
-    ahead, again = cost.halves.ahead, cost.halves.again
-
-    def writes(op: Op, is_again: bool) -> frozenset[str]:
-        if is_again:
-            return again[op.name].stored if op.name in again else fused[op.name].writes
-        return ahead[op.name].writes if op.name in ahead else fused[op.name].writes
 
     def sizes(n: fx.Node) -> list[int]:
         op = ops.get(n.meta["op"])
         if op is None or op.name not in fused or lookup(op).is_heavy or is_collective(n):
             return part_bytes(n)
-        made = writes(op, backward is not None and n.graph is backward.graph and op.direction == "forward")
+        made = cost.stored(op, backward is not None and n.graph is backward.graph and op.direction == "forward")
         if str(n.target) == op.target:
             written = [t is not None and t.name in made for t in op.outputs]
             return [b if w else 0 for b, w in zip(part_bytes(n), written, strict=True)]

@@ -1,6 +1,6 @@
 """Saved values that backward's kernels make themselves of what they read anyway.
 
-A plan is priced call by call, and says what is kept. A compiler makes one kernel of memory-bound neighbours; in it a cast, a gate or a probability is made again of
+A plan says what is kept, and where memory is short that little is. A compiler makes one kernel of memory-bound neighbours; in it a cast, a gate or a probability is made again of
 its operands for nothing, and need be neither written in forward, nor kept, nor read (torch's min-cut partitioner counts on that). So where the graph is compiled, a value that
 the plan saves is made again if
 
@@ -43,34 +43,23 @@ class _Way:
     unsaved: set[fx.Node]
 
 
-def fused_again(
-    nodes: Sequence[fx.Node],
-    role_of: Mapping[fx.Node, Role],
-    results: Sequence[Any],
-    saved: Set[fx.Node],
-    again: Set[fx.Node],
-    pinned: Set[str],
-) -> set[fx.Node]:
-    """Forward calls to be made again besides `again`. results: of forward, to who called; saved: what backward reads of forward; pinned: operators whose results
-    users want saved."""
-    return _Search(nodes, role_of, results, saved, again, pinned).run()
+@dataclass
+class FusedAgain:
+    """Finds forward calls to be made again besides `again`. results: of forward, to who called; saved: what backward reads of forward; pinned: operators whose
+    results users want saved."""
 
+    nodes: Sequence[fx.Node]
+    role_of: Mapping[fx.Node, Role]
+    results: Sequence[Any]
+    saved: Set[fx.Node]
+    again: Set[fx.Node]
+    pinned: Set[str]
 
-class _Search:
-    def __init__(
-        self,
-        nodes: Sequence[fx.Node],
-        role_of: Mapping[fx.Node, Role],
-        results: Sequence[Any],
-        saved: Set[fx.Node],
-        again: Set[fx.Node],
-        pinned: Set[str],
-    ) -> None:
-        self.role_of, self.pinned = role_of, pinned
-        self.order = {n: i for i, n in enumerate(nodes)}
-        self.saved, self.again, self.added = set(saved), again, set[fx.Node]()
+    def __post_init__(self) -> None:
+        self.order = {n: i for i, n in enumerate(self.nodes)}
+        self.added = set[fx.Node]()
         self.known: dict[fx.Node, bool] = {}
-        self.written = _written([n for n in nodes if n.op != "call_function" or n.meta["direction"] == "forward"], results)
+        self.written = _written([n for n in self.nodes if n.op != "call_function" or n.meta["direction"] == "forward"], self.results)
 
     def run(self) -> set[fx.Node]:
         made: dict[fx.Node, list[fx.Node]] = {}
@@ -79,7 +68,7 @@ class _Search:
         for maker, mine in made.items():
             way = self.way(maker, mine)
             if way is not None:
-                self.saved = self.saved - set(mine) | way.unsaved
+                self.saved = set(self.saved) - set(mine) | way.unsaved
                 self.added |= way.calls
         return self.added
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.capture import Role
-from autopar.passes.fused_again import fused_again
+from autopar.passes.fused_again import FusedAgain
 from autopar.passes.nodes import AWAY, is_wait, shares_storage
 from autopar.passes.recompute import made_again
 from autopar.passes.shard import Sharded
@@ -65,7 +65,7 @@ def partition(
     wanted = [a for n in backward_nodes for a in n.all_input_nodes] + [n for _, n in bw_results if isinstance(n, fx.Node)]
     saved, used = _crossing(wanted, is_backward, again, role_of)
     if fuses:
-        again |= fused_again(nodes, role_of, [n for _, n in fw_results], saved.keys(), again, pinned)
+        again |= FusedAgain(nodes, role_of, [n for _, n in fw_results], saved.keys(), again, pinned).run()
         saved, used = _crossing(wanted, is_backward, again, role_of)
 
     order = {n: i for i, n in enumerate(nodes)}

@@ -120,6 +120,17 @@ def grouped(f: Folded, together: int) -> Folded | None:
     return replace(folded(f.graph, stacks, tuple(s.copies for s in stacks), f.unfolded, f.note), together=together)
 
 
+def handed_on_bytes(folded: Folded) -> float:
+    """Of what layers hand to the next, in forward, on one device."""
+    home = {n: (s, k) for s, stack in enumerate(folded.stacks) for k, names in enumerate(stack.forward) for n in names}
+    read_by: dict[str, set[tuple[int, int] | None]] = {}
+    for op in folded.graph.ops:
+        for t in op.inputs if op.direction == "forward" else ():
+            read_by.setdefault(t.name, set()).add(home.get(op.name))
+    made = ((t, home[op.name]) for op in folded.graph.ops if op.name in home for t in op.outputs if t is not None)
+    return sum(t.nbytes * folded.tensor_count.get(t.name, 0) for t, at in made if read_by.get(t.name, set()) - {at})
+
+
 # ---- names -------------------------------------------------------------------------------------------------------
 
 

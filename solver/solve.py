@@ -84,12 +84,14 @@ def solve(
     progress: Callable[[str, float], None] | None = None,
 ) -> Solution | Infeasible:
     """hints: strategies of known feasible answers, one index per choice."""
+    limits, start = limits or Limits(), time.perf_counter()
     answer = _solve(problem, limits, hints, progress)
     over = answer.price.over_bytes if isinstance(answer, Solution) else 0.0
     if not isinstance(answer, Solution) or over <= SLIGHT * problem.budget_bytes:
         return answer
     # The solver holds rows to a kilobyte, which is much where a budget is a few hundred.
-    within = _solve(replace(problem, budget_bytes=problem.budget_bytes - 2 * over), limits, hints, progress)
+    left = replace(limits, seconds=max(1.0, limits.seconds - (time.perf_counter() - start)))
+    within = _solve(replace(problem, budget_bytes=problem.budget_bytes - 2 * over), left, hints, progress)
     if isinstance(within, Infeasible):
         return replace(within, shortfall_bytes=max(over, within.least_bytes - problem.budget_bytes))
     price = evaluate(problem, within.decision)
@@ -97,9 +99,8 @@ def solve(
 
 
 def _solve(
-    problem: Problem, limits: Limits | None, hints: Sequence[Sequence[int]], progress: Callable[[str, float], None] | None
+    problem: Problem, limits: Limits, hints: Sequence[Sequence[int]], progress: Callable[[str, float], None] | None
 ) -> Solution | Infeasible:
-    limits = limits or Limits()
     start = time.perf_counter()
     tell = progress or (lambda stage, seconds: None)
     first = Program(problem, Options())

@@ -103,6 +103,13 @@ class Cost:
         kind = compute.attention_kind(op, rule, strategy, self.mesh) if rule.kind == "attention" else rule.kind
         return OpCost(self.kernel_s(kind, compute.compute_dtype(op), flops, moved, launches), flops, moved)
 
+    def stored(self, op: Op, again: bool = False) -> frozenset[str]:
+        """Of a memory-bound op's results, those that are in memory though none of them is kept for backward. again: where it runs again there."""
+        assert self.fused is not None
+        if again:
+            return self.halves.again[op.name].stored if op.name in self.halves.again else self.fused[op.name].writes
+        return self.halves.ahead[op.name].writes if op.name in self.halves.ahead else self.fused[op.name].writes
+
     def kernel_s(self, kind: str, dtype: str, flops: float, moved_bytes: float, launches: float) -> float:
         """One kernel, or several alike. kind: "attention", "causal_attention", either with "_backward", a kind of product (`compute.HEAVY`), or anything else, which is bound by memory."""
         d = self.cluster.device

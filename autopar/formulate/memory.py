@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autopar.cost.memory import is_view
 from autopar.formulate import away
 from autopar.formulate.chains import Chains
 from autopar.formulate.loose import Loosen
 from autopar.formulate.stretches import Stretches
+from autopar.formulate.written import written
 from autopar.graph import DTYPE_BYTES
 from autopar.solver.problem import DEVICE, Key, Problem, Row
 from autopar.storage import batch_placements
@@ -82,7 +82,7 @@ class Rows:
         self.position = {op.name: i for i, op in enumerate(ops)}
         self.end = len(ops)
         self.stretches = Stretches(f.graph, f.q.stacks)
-        self.written, self.written_ahead, self.written_again = self._written()
+        self.written, self.written_ahead, self.written_again = written(f)
         self.remade: dict[int, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)  # value -> reruns that make it, at which nodes
         for i, rerun in enumerate(problem.reruns):
             for v, nodes in rerun.makes:
@@ -115,25 +115,6 @@ class Rows:
         self.chained = Spans()
         if f.setting.micro_batches > 1:
             self.last_call = Spans()
-
-    def _written(self) -> tuple[set[str], set[str], set[str]]:
-        """What is in memory once it is made: if all is kept; by forward, if nothing is; by what runs again."""
-        cost, rules = self.f.cost, self.f.rules
-        whole, ahead, again = set[str](), set[str](), set[str]()
-        for op in self.f.graph.ops:
-            names = {t.name for t in op.outputs if t is not None}
-            if cost.fused is not None and op.name in cost.fused and not rules[op.name].is_heavy:
-                written = names & cost.fused[op.name].writes
-                first = names & cost.halves.ahead[op.name].writes if op.name in cost.halves.ahead else written
-                then = names & cost.halves.again[op.name].stored if op.name in cost.halves.again else written
-            elif rules[op.name].kind == "view" and (cost.fused is not None or is_view(op, rules[op.name])):
-                continue
-            else:
-                written = first = then = names
-            whole |= written
-            ahead |= first
-            again |= then
-        return whole, ahead, again
 
     def rows(self) -> tuple[Row, ...]:
         f, s = self.f, self.f.setting

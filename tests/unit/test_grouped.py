@@ -15,9 +15,9 @@ from autopar.capture import Role
 from autopar.cluster import Cluster
 from autopar.infeasible import InfeasibleError
 from autopar.plan import Plan
-from autopar.planning import Limits, Planned, handed_on_bytes, plan_graph
+from autopar.planning import Limits, Planned, plan_graph
 from autopar.refit import PlanMismatchError, refit
-from autopar.solver.fold import fold, grouped
+from autopar.solver.fold import fold, grouped, handed_on_bytes
 from benchmarks.baselines.measure import lowered, tensors
 from benchmarks.baselines.program import Program, capture_program
 
@@ -69,6 +69,8 @@ def test_layers_are_grouped_where_nothing_else_fits(name: str) -> None:
         if t and of_layer[op.name] in (0, 2) and (t.name, of_layer[op.name] + 1) in readers
     }
     assert within & plan.recompute
+    text = str(plan)
+    assert "layer 1 of 2: " in text and "layer 2 of 2: " in text
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
