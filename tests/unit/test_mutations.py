@@ -49,7 +49,7 @@ def no_row_at_the_turn(m: pytest.MonkeyPatch) -> None:
 
 
 def views_are_tensors_of_their_own(m: pytest.MonkeyPatch) -> None:
-    m.setattr("autopar.formulate.memory.is_view", lambda op, rule: False)
+    m.setattr("autopar.formulate.written.is_view", lambda op, rule: False)
 
 
 def some_blocks() -> None:
