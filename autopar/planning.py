@@ -29,7 +29,7 @@ from autopar.solver.solve import Infeasible, Limits, Solution
 from autopar.staged import Found, Stages
 from autopar.tags import binding, unmet, untagged
 
-TOGETHER = 2, 3  # layers that are taken as one where nothing fits otherwise
+TOGETHER = 2, 3, 4  # layers that are taken as one where nothing fits otherwise
 LARGEST = 1500  # kinds of operators in a program of such
 GROUPED_S = 30.0  # for one of them, at most
 
@@ -140,8 +140,9 @@ def plan_graph(
                 other = solved(larger)
             except TimeoutError:
                 break
-            if isinstance(other.answer, Solution) or other.answer.least_bytes < done.answer.least_bytes:
-                step, done = larger, other
+            if not isinstance(other.answer, Solution) and other.answer.least_bytes >= done.answer.least_bytes:
+                break  # nor would more of them
+            step, done = larger, other
             if isinstance(done.answer, Solution):
                 break
     found = done.answer

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from autopar.graph import Op, Tensor
 
 STEPS = 64, 32, 16, 8, 4, 3  # positions of one operator that are told apart: as many as
-EVENTS = 4000  # in all allow
+EVENTS = 4000  # in all allow,
+GROUPED = 8000  # where layers are taken together (for want of memory: too much counted is a plan that is not found),
 UNFOLDED = 600  # and so many where no layers repeat: chains go through the whole model, and the solver takes minutes for more
 
 
@@ -116,7 +117,7 @@ class Chains:
             self.events = Events()
             for run in reversed(self.runs.values()):
                 self._when(run, steps)
-            if len(self.events.known) <= (EVENTS if rows.f.q.stacks or rows.f.q.together > 1 else UNFOLDED):
+            if len(self.events.known) <= (GROUPED if rows.f.q.together > 1 else EVENTS if rows.f.q.stacks else UNFOLDED):
                 break
         self.at: dict[int, list[Run]] = defaultdict(list)  # position of backward -> what may run for it
         for run in self.runs.values():
@@ -237,6 +238,8 @@ class Chains:
                 member = self.wanted(run, made, start, lambda r: self.waits(r, p - 1 if order.get(r, -1) >= now else p))
             for key in self.keys(member):
                 live[key] += made.nbytes
-        for key in self.keys(at.by(p)) if room else ():
+        ran = at.by(p)
+        here = self.events.of([ran], no=at.surely_by(p - 1)) if room and ran is not None else None
+        for key in self.keys(here):  # room is taken where it runs, not where it has run
             live[key] += room
         return dict(live)

@@ -113,6 +113,7 @@ class Rows:
         # What lives in every call, and what in one that reduces gradients; all of them do where there is one micro-batch.
         self.always = self.last_call = Spans()
         self.chained = Spans()
+        self.reloaded: list[int] = []  # variables of what is brought back: a reload is issued before what its position makes again
         if f.setting.micro_batches > 1:
             self.last_call = Spans()
 
@@ -230,7 +231,8 @@ class Rows:
                     live[:, second] = live[:, at]
                 if self.before:
                     starts = np.zeros((stop - start, self.end + 1))
-                    np.add.at(starts, (variable - start, first), size)
+                    mine = ~np.isin(variable, self.reloaded)
+                    np.add.at(starts, ((variable - start)[mine], first[mine]), size[mine])
                     for at, column in self.before.items():
                         live[:, column] = live[:, at] - starts[:, self.first_of(at)]
             i = upto
@@ -325,6 +327,7 @@ class Rows:
                 leaving, back = away.in_flight(self, tensor)
                 self.add(("y", v, k), size[fate.node], leaving[0] if tensor in self.written_ahead else made, leaving[1])
                 self.add(("y", v, k), size[fate.node], *back)
+                self.reloaded.append(self.index.get(("y", v, k), -1))
         for direction, flow in ((0, value.forward), (1, value.backward)):
             if flow is None or not users[direction]:
                 continue
