@@ -31,8 +31,8 @@ class Layout:
 
     data: axes the batch is split over; shard: axes parameters are stored split over (a subset of data: HSDP when proper);
     tensor: axes ops are split over by their parameters' dims; context: axes the sequence is split over. Axis names are the user's (or refined
-    ones, such as "dp.1"). sequence_parallel: between tensor-parallel products, activations may be split along the sequence over the tensor axes
-    (None: as is fastest). reshard_after_forward: gather parameters again in backward (False keeps the gathered copy).
+    ones, such as "dp.1"). sequence_parallel: between tensor-parallel products, activations are split over the tensor axes (False: not
+    along the sequence; None: as is fastest). reshard_after_forward: gather parameters again in backward (False keeps the gathered copy).
 
     Sizes, where there is no mesh yet, and all else that a hand-tuned run decides (`autopar.predict`):
 

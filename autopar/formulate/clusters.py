@@ -5,6 +5,7 @@
 - Products of one operand with weights of one shape (gate and up, key and value) are alike: the second follows the first.
 - A sum of gradients decides where a Partial is reduced; one that goes on with such a sum follows it; one of which no operand is
   ever Partial is a cheap op like others.
+- A row product's bias follows the residual that it goes into: behind a Partial product there would be nothing else than to add it whole.
 - Views and casts of parameters follow who uses them; so does what is made of constants alone (masks, tables of positions), if all who use
   it want it alike: any part of it can be made anywhere.
 All else leads a cluster of its own, with every strategy its rule allows.
@@ -110,7 +111,7 @@ class _Builder:
         for op in early:
             self.place(op)
         for op in reversed(self.graph.ops):
-            if op.name not in chained and (self.rules[op.name].kind == "view" or self.is_copy_of_more(op)):
+            if op.name not in chained and (self.rules[op.name].kind == "view" or self.is_copy_of_more(op) or self.is_bias_of_stream(op)):
                 self.move_to_reader(op)
         for op in reversed(free):
             self.follow_all_readers(op)
@@ -359,13 +360,22 @@ class _Builder:
             name = maker.inputs[0].name
         return False
 
+    def is_bias_of_stream(self, op: Op) -> bool:
+        """A bias that is added to what may be Partial, for a residual alone: added where that is, it leaves the reduction to be one that scatters
+        (a row product's bias under sequence parallelism)."""
+        if op.direction != "forward" or len(op.inputs) != 2 or frozenset({0, 1}) not in self.rules[op.name].linear:
+            return False
+        into = {self.of.get(r.name) for r in self.readers.get(op.out.name, ())}
+        cheap = all(c is not None and not self.rules[self.clusters[c].leader].is_heavy for c in into)
+        return cheap and any(a.name in self.chain and self.is_partial(b) for a, b in (op.inputs, op.inputs[::-1]))
+
     def move_to_reader(self, op: Op) -> None:
         """A view that one cluster reads is made there: what is brought to the readers is then the tensor itself, once for all its views
         (backward's products read a gradient and its transpose), and before a view that repeats it, not behind."""
         readers = self.readers.get(op.out.name, ()) if op.outputs[0] is not None else ()
         into = {self.of.get(r.name) for r in readers}
         (cluster,) = into if len(into) == 1 else (None,)
-        if cluster is None or cluster == self.of[op.name] or len(op.inputs) != 1 or op.inputs[0].numel > op.out.numel:
+        if cluster is None or cluster == self.of[op.name] or max(t.numel for t in op.inputs) > op.out.numel:
             return
         if op.name in (self.clusters[self.of[op.name]].leader, *self.given):
             return

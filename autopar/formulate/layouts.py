@@ -9,7 +9,7 @@ A layout gives every mesh axis a role, and a role says where an axis may stand:
     shard    parameters are stored split over it, as far as they divide; over data axes that do not shard they are replicated
 
 Cheap operators are free: between a column and a row product the stream may so be whole or split along the sequence, whichever is faster
-(Megatron's sequence parallelism); `Layout.sequence_parallel` = False leaves it whole. Over tensor axes parameters are stored as is cheapest. Whether an operator's loop is the batch, or
+(Megatron's sequence parallelism); `Layout.sequence_parallel` = True has it split, False whole. Over tensor axes parameters are stored as is cheapest. Whether an operator's loop is the batch, or
 another dim of the inputs, is followed through the graph from the inputs; what no input reaches (a table of positions, tokens sorted by expert) is free.
 
 `Layout.reshard_after_forward` is not told: the program gathers parameters again in backward.
@@ -135,8 +135,7 @@ class _Roles:
         if not (loops.batch or loops.others):
             return set(range(len(chosen)))
         if not (rule.is_heavy or rule.kind == "loss"):
-            whole = self.layout.sequence_parallel is False
-            return {s for s, o in enumerate(chosen) if not (whole and any(self.is_token(loops, o, a) for a in self.layout.tensor))}
+            return self.of_stream(op, loops, chosen)
         features = self.features(op, loops)
         axes = (*self.layout.data, *self.layout.context, *self.layout.tensor)
         fits = {s for s, o in enumerate(chosen) if all(self.stands(loops, features, o, a) for a in axes)}
@@ -151,6 +150,16 @@ class _Roles:
             split = (*self.layout.data, *self.layout.context)
             return {s for s, o in enumerate(chosen) if all(self.stands(loops, features, o, a) for a in split)}
         return fits
+
+    def of_stream(self, op: Op, loops: Loops, chosen: list[OpStrategy]) -> set[int]:
+        """Strategies of a cheap operator: with sequence parallelism those that can be are split over all tensor axes; without it, no tokens are."""
+        every = set(range(len(chosen)))
+        if self.layout.sequence_parallel is None:
+            return every
+        if not self.layout.sequence_parallel:
+            return {s for s in every if not any(self.is_token(loops, chosen[s], a) for a in self.layout.tensor)}
+        split = {s for s in every if set(self.layout.tensor) <= set(dict(chosen[s].split))}
+        return split or every
 
     def stands(self, loops: Loops, features: Sequence[Loop], chosen: OpStrategy, axis: str) -> bool:
         """Whether `axis` does what its role says."""
