@@ -111,6 +111,7 @@ class Device(Model):
     memory_bytes: what the driver reports; reserve_bytes: of that for the context, the communicators' buffers and fragmentation.
     matmul_efficiency, attention_*_efficiency: share of the peak that is reached. memory_efficiency (eta): share of the memory bandwidth.
     matmul_memory_overlap (rho): share of a matrix product's memory traffic that is NOT hidden behind its arithmetic.
+    reads_ahead: whether a product that is added to what is there reads that while it computes (copies without threads, from Hopper on), not after.
     launch_s: what any kernel takes, however little it does. curves: measured work, which replaces what the constants say of it.
     """
 
@@ -124,6 +125,7 @@ class Device(Model):
     attention_backward_efficiency: Fraction
     memory_efficiency: Fraction
     matmul_memory_overlap: Annotated[float, Field(ge=0, le=1)]
+    reads_ahead: bool = False
     launch_s: Seconds
     curves: Rows[WorkCurve] = ()
 

@@ -5,8 +5,8 @@
 
 Rows are CSV files (`benchmarks/data/published/README.md` has the columns); one that cannot be read or priced is listed with the reason and left out, and
 what was assumed where rows do not say is listed by file. The constants are those of `autopar.predict.fit`. Reported: errors of step times, of rows fitted to, of random fifths left out (of all rows together, where a part may have most of a
-source's few rows, and of each source's rows by themselves; both parted several times), and of whole sources left
-out (a framework that was never seen has no slowdown); errors of peak memory, to which nothing is fitted; who runs out of memory; and within each
+source's few rows, and of each source's rows by themselves; both parted several times), of whole sources left
+out (a framework that was never seen has no slowdown), and of rows left out by name (--without); errors of peak memory, to which nothing is fitted; who runs out of memory; and within each
 sweep how layouts are ranked.
 
 --kept: a folder that keeps the solved micro-batches; without it every program is captured and solved anew (about 5 s each on one core).
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -47,6 +48,9 @@ def main() -> None:
     parser.add_argument("--constants", type=Path, help="a result of this benchmark: nothing is fitted")
     parser.add_argument("--folds", type=int, default=5, help="random parts of the rows")
     parser.add_argument("--repeats", type=int, default=4, help="times that rows are parted")
+    parser.add_argument(
+        "--without", action="append", default=[], help="rows left out together: a regular expression that their labels match"
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", type=Path, help="predicted against measured (HTML)")
     a = parser.parse_args()
@@ -71,7 +75,7 @@ def main() -> None:
                 e for seed in range(a.repeats) for e in left_out(runs, parts_of_each(by_source(timed), a.folds, seed))
             ],
             "sources left out": left_out(runs, by_source(timed)) if len(wanted) > 1 else [float("nan")] * len(runs),
-        }
+        } | {f"left out: {pattern}": left_out(runs, [named(timed, pattern)]) for pattern in a.without}
     print(made)
     by = {how: summary(timed, e) for how, e in errors.items()}
     errors = {how: [sum(e[i :: len(timed)]) * len(timed) / len(e) for i in range(len(timed))] for how, e in errors.items()}
@@ -142,6 +146,16 @@ def by_source(found: Sequence[Row]) -> list[list[int]]:
     for i, r in enumerate(found):
         out[r.source].append(i)
     return list(out.values())
+
+
+def named(found: Sequence[Row], pattern: str) -> list[int]:
+    """Raises AutoparError where there is no such row, or no other."""
+    members = [i for i, r in enumerate(found) if re.search(pattern, r.label)]
+    if not 0 < len(members) < len(found):
+        raise AutoparError(
+            f"{pattern!r} matches {len(members)} of {len(found)} rows", where="--without", fix="name some of them, as in the result's rows"
+        )
+    return members
 
 
 def left_out(runs: Sequence[Run], groups: Sequence[Sequence[int]]) -> list[float]:

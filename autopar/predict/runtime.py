@@ -12,7 +12,7 @@ hops               what a pipeline's ranks hand on runs beside compute: "always"
                    receiver wait for it (Megatron-LM exchanges so, and since 2023 not where it interleaves: overlap_p2p_comm)
 data_exposed       share of data-parallel traffic that is waited for, however much compute there is beside it: 1 where none is overlapped
 accumulated_bytes  moved per element of a weight's gradient by the product that makes it: 2 where it is written in half precision, 8 where it is
-                   added to one in single precision
+                   added to one in single precision: half of it read, which devices that read ahead do beside the product
 grad_bytes, reduce_bytes, param_bytes, master_bytes, moment_bytes    of an element of a gradient, of
                    what is reduced, of a compute copy, of what the optimizer steps, of its moments
 fragmented         in a pipeline, of what is not state: so much more the allocator takes, where forwards and backwards of several micro-batches take turns
@@ -65,7 +65,7 @@ class Runtime:
 
 
 OVERLAPPED = 0.59  # fsdp and others that reduce beside backward: fitted
-PIPELINED = 0.81  # of tensor-parallel bytes, where products are cut to run beside them: fitted
+PIPELINED = 0.80  # of tensor-parallel bytes, where products are cut to run beside them: fitted
 
 _MEGATRON = Runtime("megatron")
 RUNTIMES = {

@@ -41,7 +41,8 @@ def seconds(stretch: Stretch, cost: Cost, runtime: Runtime, backward: bool, scor
             # Two products over the whole square, in backward four (the kernel makes the scores again there: five).
             kind, flops = MATMUL, task.square_flops * (1 if task.is_core else 4 / 5)
         if task.weights:  # as wide as what earlier micro-batches left there, which is read and added to
-            moved += task.weights * (runtime.accumulated_bytes - 2.0)
+            half = runtime.accumulated_bytes / 2  # read; the other half is written
+            moved += task.weights * ((max(2.0, half) if cost.cluster.device.reads_ahead else runtime.accumulated_bytes) - 2.0)
         took = n * cost.kernel_s(kind, task.dtype, flops, moved, task.launches)
         took /= runtime.attention_rate if kind in ATTENTION else 1.0
         compute_s += took

@@ -137,6 +137,22 @@ def test_tensor_parallel_traffic(values: dict[str, object], sequence_parallel: b
     assert mine.params == pytest.approx((sum(p.numel() for n, p in build(values).named_parameters() if ".0." in n)) / 4, rel=0.02)
 
 
+def test_what_gradients_are_added_to_is_read_beside_products(one: tuple[Piece, ...]) -> None:
+    """Of a weight's gradient in single precision 8 bytes are moved; a device that reads ahead waits for the 4 that it writes, others for all."""
+    known = Cluster.of("h100:1")
+    adds, writes = replace(BY_HAND, accumulated_bytes=8.0), replace(BY_HAND, accumulated_bytes=4.0)
+    took = {}
+    for ahead in (True, False):
+        cluster = known.model_copy(update={"device": known.device.model_copy(update={"reads_ahead": ahead})})
+        took[ahead] = [step(one, Layout(), r, cluster, 4).parts_s["compute"] for r in (adds, writes)]
+    weights = LAYERS * (4 * WIDTH**2 + 3 * WIDTH * INNER) + VOCAB * WIDTH
+    device = known.device
+    four = 4 * 4 * weights / (device.memory_efficiency * device.memory_bandwidth_Bps)  # micro-batches, bytes
+    assert took[True][0] == pytest.approx(took[False][1])
+    assert took[False][0] - took[False][1] == pytest.approx(four * device.matmul_memory_overlap, rel=1e-6)
+    assert took[True][1] < took[True][0]
+
+
 # ---- a whole run -----------------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from autopar.cluster import Cluster
+from autopar.errors import AutoparError
 from autopar.layout import Layout
 from autopar.predict.fit import Run, start
 from autopar.predict.runtime import RUNTIMES
@@ -262,6 +263,14 @@ def test_what_follows_is_worked_out(tmp_path: Path) -> None:
         assert one(tmp_path, {"recompute": said, "sp": "yes", "offload": "no"}, "sheet").layout.recompute == recompute
     assert all(x.startswith("sheet.csv: ") for x in assumed(rows(tmp_path)[0]))
     assert one(tmp_path, {"micro_batch": "", "other": "n_microbatches=2"}, "sheet").layout.micro_batch == 2
+
+
+def test_rows_are_left_out_by_name(tmp_path: Path) -> None:
+    found, _ = rows(written(tmp_path, {}, {"gpus": "16", "dp": "8"}))
+    assert published.named(found, "16 GPUs") == [1]
+    for nothing_left in ("no such model", "GPT"):
+        with pytest.raises(AutoparError, match="--without"):
+            published.named(found, nothing_left)
 
 
 def test_clusters_ship_what_was_fitted() -> None:
