@@ -9,6 +9,7 @@ On three axes and more, strategies are those of programs with axes merged, and t
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -302,6 +303,23 @@ class Budgets:
 def _answer(found: Found) -> Answer[Found]:
     assert isinstance(found.answer, Solution)
     return Answer(max(found.answer.price.row_bytes, default=0.0), found.answer.objective_s, found.answer.bound_s, found)
+
+
+def within_budget(stages: Stages) -> Found:
+    """What `Stages.run` is for, found as a frontier's plans are: little above the smallest peak that leads to an answer where the program of the budget has none in time.
+    Raises NoAnswer."""
+    stages.start = time.perf_counter()
+    found: list[Answer[Found]] = []
+    with uncollected():
+        budgets = Budgets(stages)
+        with contextlib.suppress(TimeoutError):
+            found = budgets.ask(stages.setting.budget_bytes)
+        if not found:
+            return least(stages)
+        best = budgets.bounded(min(found, key=lambda a: a.time_s)).item
+    stages.tell("within the budget", time.perf_counter() - stages.start)
+    assert isinstance(best.answer, Solution)
+    return replace(best, answer=replace(best.answer, seconds=time.perf_counter() - stages.start))
 
 
 def least(stages: Stages) -> Found:

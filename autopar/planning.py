@@ -26,10 +26,11 @@ from autopar.rules.grammar import Rule
 from autopar.solver.fold import Folded, fold, grouped, handed_on_bytes
 from autopar.solver.problem import Problem
 from autopar.solver.solve import Infeasible, Limits, Solution
-from autopar.staged import Found, Stages
+from autopar.staged import WORTH, Found, Stages, better
 from autopar.tags import binding, unmet, untagged
 
-TOGETHER = 2, 3, 4  # layers that are taken as one where nothing fits otherwise
+TOGETHER = 2, 3, 4  # layers that are taken as one where nothing fits otherwise, or nothing good
+POOR = 0.02  # a gap, relative, from which that is tried
 LARGEST = 1500  # kinds of operators in a program of such
 GROUPED_S = 30.0  # for one of them, at most
 
@@ -123,6 +124,7 @@ def plan_graph(
 
     graph: as captured, or folded already (from shallow captures of a deep program: `autopar.tile`). layout: the best plan that is this hand
     layout (`autopar.formulate.layouts` says what that leaves to choose). least: not the fastest plan, but that of the smallest peak.
+    limits: where they end before there is an answer, as much time again goes into another way to find one.
 
     Raises InfeasibleError naming the position of the step that does not fit, by how much, and what would help; LayoutError when the model
     or the mesh does not allow the layout.
@@ -133,18 +135,22 @@ def plan_graph(
         return budgets.least(step.stages) if least else step.stages.run()
 
     with step.in_time():
-        done = solved(step)
-    if isinstance(done.answer, Infeasible):
-        for larger in step.grouped(done.answer.shortfall_bytes):
-            try:
-                other = solved(larger)
-            except TimeoutError:
-                break
-            if not isinstance(other.answer, Solution) and other.answer.least_bytes >= done.answer.least_bytes:
-                break  # nor would more of them
-            step, done = larger, other
-            if isinstance(done.answer, Solution):
-                break
+        try:
+            done = solved(step)
+        except TimeoutError:
+            if least:
+                raise
+            done = budgets.within_budget(step.stages)
+    for larger in step.grouped(done.answer.shortfall_bytes if isinstance(done.answer, Infeasible) else 0.0):
+        if not least and isinstance(done.answer, Solution) and done.answer.gap <= max(POOR, step.stages.limits.gap):
+            break
+        try:
+            other = solved(larger)
+        except TimeoutError:
+            break
+        if not (_smaller if least else better)(other.answer, done.answer):
+            break  # nor would more of them
+        step, done = larger, other
     found = done.answer
     if isinstance(found, Infeasible):
         said = binding(step.folded.graph)
@@ -153,6 +159,15 @@ def plan_graph(
             said = ""
         raise does_not_fit(found, said)
     return Planned(plan_of(step, done, min(setting.budget_bytes, cluster.device.memory_bytes)), found, done)
+
+
+def _smaller(a: Solution | Infeasible, b: Solution | Infeasible) -> bool:
+    """Whether `a` needs less memory than `b`, by what is worth a larger program."""
+
+    def peak(x: Solution | Infeasible) -> float:
+        return max(x.price.row_bytes, default=0.0) if isinstance(x, Solution) else x.least_bytes
+
+    return peak(a) < peak(b) * (1 - WORTH)
 
 
 def does_not_fit(found: Infeasible, tags: str = "") -> InfeasibleError:

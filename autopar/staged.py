@@ -40,6 +40,7 @@ from autopar.solver.solve import Infeasible, Limits, NoAnswer, Solution, explain
 
 WHOLE_AXES = 2  # up to so many axes the whole program is solved
 WORTH = 1e-3  # a gap, relative, that cutting the layers into segments is tried for
+PATIENCE = 4  # cuts in a row that bring nothing: no more are tried where the gap is what was asked for
 FIRST = (0.0, 0.5, 0.25, 0.75)  # shares of the layers at which a cut is first looked for
 NEAR = 0.08  # a gap, relative, from which the whole program is tried without what cannot be better
 FAR = 0.3  # a gap, relative, with which too little could be left out
@@ -196,7 +197,7 @@ class Stages:
             best = self.cut(mesh, f.all_strategies(answer.decision.strategies), bound_s, best, False)
             # With strategies fixed, nothing is brought from where only other strategies have it; but memory of what runs again is known only then.
             mine = replace(answer, bound_s=min(bound_s, answer.objective_s))
-            if not _runs_again(problem, answer.decision) and (best is None or _better(mine, best.answer)):
+            if not _runs_again(problem, answer.decision) and (best is None or better(mine, best.answer)):
                 best = Found(mesh, problem, f.names, v.shrunk, v.rules, mine)
         return best or self.poor(v, mesh, f, problem, bound_s, None)
 
@@ -222,7 +223,8 @@ class Stages:
         """The best of `best` and cuts of the stacks into segments, at these strategies.
 
         None; then where a relaxation says (`autopar.cuts`), from either end, with the last layer by itself as well, and in three; then two segments
-        at every quarter of the layers, and nearer to the best, unless the answer is already what the relaxation allows. coarse: only what it says."""
+        at every quarter of the layers, and nearer to the best, unless the answer is already what the relaxation allows. Where the gap is what was asked for,
+        only as long as that brings something. coarse: only what it says."""
         began = time.perf_counter()
         looked: dict[tuple[tuple[int, ...], ...], float] = {}
         n_of = {s.name: n for s, n in zip(self.folded.stacks, self.folded.copies, strict=True)}
@@ -248,6 +250,10 @@ class Stages:
             return looked[key]
 
         def good() -> bool:
+            seconds = list(looked.values())
+            idle = len(seconds) > PATIENCE and min(seconds[-PATIENCE:]) >= min(seconds[:-PATIENCE]) * (1 - WORTH)
+            if idle and _is_within(best, self.limits.gap):
+                return True
             late = time.perf_counter() - self.start > self.limits.seconds / 2
             return _is_within(best, max(WORTH, self.limits.gap) if late else WORTH)
 
@@ -301,7 +307,7 @@ class Stages:
             found = self.on(v, smaller, True, made, far_s)
             if isinstance(found.answer, Solution):
                 found = replace(found, answer=replace(found.answer, bound_s=min(bound, found.answer.objective_s)))
-            if best is None or _better(found.answer, best.answer):
+            if best is None or better(found.answer, best.answer):
                 best = found
 
         for smaller in merged(self.mesh):
@@ -442,7 +448,8 @@ def _is_within(found: Found | None, gap: float) -> bool:
     return found is not None and isinstance(found.answer, Solution) and found.answer.gap <= gap
 
 
-def _better(a: Solution | Infeasible, b: Solution | Infeasible) -> bool:
+def better(a: Solution | Infeasible, b: Solution | Infeasible) -> bool:
+    """Whether `a` is faster than `b`, or needs less memory where neither fits."""
     if isinstance(a, Solution):
         return not isinstance(b, Solution) or a.objective_s < b.objective_s
     return isinstance(b, Infeasible) and a.least_bytes < b.least_bytes

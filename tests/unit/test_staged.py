@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import staged
+from autopar import budgets, staged
 from autopar.errors import AutoparError
+from autopar.infeasible import InfeasibleError
 from autopar.plan_schema import dumps, loads
 from autopar.solver.solve import NoAnswer
 
@@ -26,8 +27,21 @@ class Net(nn.Module):
         return out
 
 
-def planned(mesh: str, **kw: Any) -> autopar.Plan:
-    return autopar.plan(Net(), {"x": torch.empty(1 << 14, 1024, device="meta")}, "h100:8", mesh, **kw)
+class Deep(nn.Module):
+    """Most of its memory are results of functions that are soon computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for m in self.maps:
+            x = x + m(torch.tanh(x).exp().sin())
+        return x.square().mean()
+
+
+def planned(mesh: str, model: nn.Module | None = None, **kw: Any) -> autopar.Plan:
+    return autopar.plan(model or Net(), {"x": torch.empty(1 << 14, 1024, device="meta")}, "h100:8", mesh, **kw)
 
 
 def test_two_axes_without_an_answer_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,11 +61,31 @@ def test_two_axes_without_an_answer_are_merged(monkeypatch: pytest.MonkeyPatch) 
     assert float(merged.solver["bound_s"]) > 0 and 0 <= float(merged.solver["gap"]) < 1
 
 
-def test_one_axis_without_an_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_time(*args: Any, **kw: Any) -> Any:
-        raise NoAnswer("no answer within 60 s", 1e-9)
+def no_time(*args: Any, **kw: Any) -> Any:
+    raise NoAnswer("no answer within 60 s", 1e-9)
 
+
+def test_one_axis_without_an_answer_is_asked_as_a_frontier_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where little more than the least memory is given; and where less is, it is said by how much."""
+    deep = Deep()
+    most, least = planned("8", deep), planned("8", deep, memory="least").predicted["peak_memory_bytes"]
+    assert least < 0.9 * most.predicted["peak_memory_bytes"]
+    rooms = most.predicted["peak_memory_bytes"] * 1.01, least * 1.001
+    best = [planned("8", deep, memory=b) for b in rooms]
     monkeypatch.setattr(staged, "look", no_time)
+    for plan, budget in zip(best, rooms, strict=True):
+        found = planned("8", deep, memory=budget)
+        assert found.predicted["peak_memory_bytes"] <= budget
+        assert plan.predicted["step_time_s"] * 0.99 <= found.predicted["step_time_s"] <= plan.predicted["step_time_s"] * 1.1
+        assert float(found.solver["bound_s"]) <= plan.predicted["step_time_s"] * (1 + 1e-9)
+    with pytest.raises(InfeasibleError) as e:
+        planned("8", deep, memory=0.9 * least)
+    assert e.value.shortfall_bytes == pytest.approx(0.1 * least, rel=0.05)
+
+
+def test_no_answer_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged, "look", no_time)
+    monkeypatch.setattr(budgets, "Budgets", no_time)
     with pytest.raises(AutoparError, match=r"no answer within 60 s(?s:.*)more time"):
         planned("8")
 
