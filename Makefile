@@ -31,7 +31,7 @@ types: $(INSTALLED) tree
 		-m autopar.placement -m autopar.layout -m autopar.rules.grammar
 
 unit spmd: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 tests/$@
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/$@
 
 # Each of these starts processes of its own; side by side they would only wait for each other's cores.
 dist: $(INSTALLED)

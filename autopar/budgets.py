@@ -307,15 +307,19 @@ def _answer(found: Found) -> Answer[Found]:
 
 def within_budget(stages: Stages) -> Found:
     """What `Stages.run` is for, found as a frontier's plans are: little above the smallest peak that leads to an answer where the program of the budget has none in time.
-    Raises NoAnswer."""
+    Raises NoAnswer, also where the smallest peak that is found is too much, and no bound says that every one is."""
     stages.start = time.perf_counter()
+    budget_bytes = stages.setting.budget_bytes
     found: list[Answer[Found]] = []
     with uncollected():
         budgets = Budgets(stages)
         with contextlib.suppress(TimeoutError):
-            found = budgets.ask(stages.setting.budget_bytes)
+            found = budgets.ask(budget_bytes)
         if not found:
-            return least(stages)
+            smallest = least(stages)
+            if isinstance(smallest.answer, Infeasible) and budgets.bounding.at(budget_bytes, stages.left) is not None:
+                raise NoAnswer(f"of what was found in time, {smallest.answer.least_bytes / 1e9:.2f} GB a device is the least", -math.inf)
+            return smallest
         best = budgets.bounded(min(found, key=lambda a: a.time_s)).item
     stages.tell("within the budget", time.perf_counter() - stages.start)
     assert isinstance(best.answer, Solution)

@@ -66,7 +66,7 @@ def no_time(*args: Any, **kw: Any) -> Any:
 
 
 def test_one_axis_without_an_answer_is_asked_as_a_frontier_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where little more than the least memory is given; and where less is, it is said by how much."""
+    """Also where little more than the least memory is given. Where that is not enough, it is said whether nothing is, or nothing that was found."""
     deep = Deep()
     most, least = planned("8", deep), planned("8", deep, memory="least").predicted["peak_memory_bytes"]
     assert least < 0.9 * most.predicted["peak_memory_bytes"]
@@ -79,8 +79,10 @@ def test_one_axis_without_an_answer_is_asked_as_a_frontier_is(monkeypatch: pytes
         assert plan.predicted["step_time_s"] * 0.99 <= found.predicted["step_time_s"] <= plan.predicted["step_time_s"] * 1.1
         assert float(found.solver["bound_s"]) <= plan.predicted["step_time_s"] * (1 + 1e-9)
     with pytest.raises(InfeasibleError) as e:
-        planned("8", deep, memory=0.9 * least)
-    assert e.value.shortfall_bytes == pytest.approx(0.1 * least, rel=0.05)
+        planned("8", deep, memory=0.3 * least)
+    assert e.value.shortfall_bytes == pytest.approx(0.7 * least, rel=0.05)
+    with pytest.raises(AutoparError, match=rf"of what was found in time, {least / 1e9:.2f} GB"):
+        planned("8", deep, memory=0.95 * least)
 
 
 def test_no_answer_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
