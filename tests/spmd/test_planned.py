@@ -131,7 +131,7 @@ def test_planned_equals_one_device(name: str) -> None:
     check(name, mesh, free)
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n != "t5"])  # T5's least memory takes two minutes to find
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("t5", "lora")])  # whose least memory takes minutes to find
 def test_little_memory(name: str) -> None:
     """At the least memory there is, where more must be made again: the budget is kept, and the numbers are the same."""
     mesh = {"dp": 4}
