@@ -124,7 +124,8 @@ def test_too_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def late(*_: object, **__: object) -> None:
         raise TimeoutError("no answer within 1 s")
 
-    monkeypatch.setattr("autopar.staged.look", late)
+    for what in ("staged.look", "budgets.Budgets"):
+        monkeypatch.setattr(f"autopar.{what}", late)
     with pytest.raises(AutoparError, match="no answer within 1 s") as e:
         planned()
     assert "--time-limit" in e.value.fix
