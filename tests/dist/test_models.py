@@ -74,7 +74,8 @@ def test_four_processes_with_inductor(name: str, sizes: tuple[int, ...], layout:
     for r in results:
         step = r["stats"]["0"]
         for part in (step["forward"], *step["backward"].values()):
-            assert (part["hit"], part["miss"], part["bypass"]) == ((1, 0, 0) if r["rank"] else (0, 1, 0)), (r["rank"], part)
+            # The first rank may find what an earlier run of this test left.
+            assert part["hit"] + part["miss"] == 1 and part["bypass"] == 0 and (part["hit"] or not r["rank"]), (r["rank"], part)
             if name != "t5":  # whose two stacks are one graph's
                 assert part["layers"] >= layers - 2 and part["distinct_layers"] == 1, (r["rank"], part)
 
