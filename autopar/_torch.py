@@ -17,6 +17,8 @@ import torch.utils._python_dispatch
 import torch.utils._pytree
 from torch import fx, nn
 
+from autopar.memory_format import order_of, strides_of
+
 pytree = torch.utils._pytree
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 collectives = torch.ops._c10d_functional  # issued and awaited by separate ops, which a graph can hold
@@ -283,6 +285,11 @@ def fresh_fake(v: torch.Tensor, mode: Any) -> torch.Tensor:
         return torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
 
 
+def fake_mode_of(gm: fx.GraphModule) -> Any:
+    """The mode of the values recorded in a graph that has inputs."""
+    return next(iter(gm.graph.find_nodes(op="placeholder"))).meta["val"].fake_mode
+
+
 def is_fake(t: torch.Tensor) -> bool:
     from torch._subclasses import FakeTensor
 
@@ -363,17 +370,20 @@ def local_tensor(t: torch.Tensor) -> torch.Tensor:
     return t._local_tensor  # type: ignore[attr-defined]
 
 
-def dtensor(local: torch.Tensor, mesh: Any, placements: Any, shape: tuple[int, ...]) -> Any:
-    """A DTensor of global `shape` (contiguous) from a local shard, without communication."""
+def dtensor(local: torch.Tensor, mesh: Any, placements: Any, shape: tuple[int, ...], order: tuple[int, ...] | None = None) -> Any:
+    """A DTensor of global `shape` from a local shard, without communication. order: its format, by default the shard's."""
     from torch.distributed.tensor import DTensor
 
-    stride = [1] * len(shape)
-    for i in reversed(range(len(shape) - 1)):
-        stride[i] = stride[i + 1] * max(shape[i + 1], 1)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+    stride = strides_of(shape, order or order_of(local))
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 # ---- graph checks --------------------------------------------------------------------------------------------------
+
+
+def is_operator(target: Any) -> bool:
+    """Whether it is an operator of torch or registered with torch, and no Python function."""
+    return isinstance(target, torch._ops.OpOverload)
 
 
 def is_pure(n: fx.Node) -> bool:
@@ -436,6 +446,9 @@ def decompose_late(gm: fx.GraphModule, values: list[Any], mode: Any) -> fx.Graph
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
+    for n in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        n.target = torch.ops.aten.reshape.default  # decomposed, values may lie otherwise than recorded
+    gm.recompile()
     with mode, torch.no_grad():
         return make_fx(gm, decomposition_table=select_decomp_table(), tracing_mode="real", _allow_non_fake_inputs=True)(*values)
 

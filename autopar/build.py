@@ -313,7 +313,7 @@ class Builder:
             return torch.zeros(like.shape, dtype=like.dtype, device=self.device)
         if isinstance(grad, DTensor):
             grad = grad.redistribute(self.device_mesh, dtensor_placements(p, self.mesh)).to_local()
-        return grad.to(like.dtype).contiguous()
+        return grad.to(like.dtype)
 
     def gradient(self, name: str, local: torch.Tensor, plan: Plan) -> DTensor:
         """A gradient as the DTensor its parameter wants: without padding."""

@@ -21,9 +21,11 @@ from torch import fx, nn
 from autopar import _torch
 from autopar.capture_masks import plain_masks
 from autopar.capture_ops import captured_ops
+from autopar.capture_strides import plain_windows
 from autopar.capture_tags import lift_marks, settle_tags
 from autopar.common import merge_equal
 from autopar.errors import CaptureError
+from autopar.memory_format import order_of, strides_of
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ def capture(
 ) -> Captured:
     """Captures one call of `model` at the given global input shapes.
 
-    shapes: (global shape, dtype) of every tensor of `call`. grad: with a backward. cast: compute dtype of float32 parameters.
+    shapes: (global shape, dtype) of every tensor of `call`; how it lies in memory is the tensor's own format. grad: with a backward. cast: compute dtype of float32 parameters.
     autocast: dtype of the surrounding torch.autocast, if one is on.
     Raises CaptureError with the user's source line where the model cannot be captured whole.
     """
@@ -171,7 +173,9 @@ def capture(
     flat = _Flat(copied, call, loss_fn, loss_only)
     with mode:
         inputs = tuple(
-            torch.empty(s, dtype=cast if cast is not None and d == torch.float32 else d).requires_grad_(t.requires_grad and grad)
+            torch.empty_strided(s, strides_of(s, order_of(t)), dtype=cast if cast is not None and d == torch.float32 else d).requires_grad_(
+                t.requires_grad and grad
+            )
             for (s, d), t in zip(shapes, call.tensors, strict=True)
         )
     scope = torch.autocast("cpu", dtype=autocast) if autocast is not None else torch.autocast("cpu", enabled=False)
@@ -189,6 +193,7 @@ def capture(
     is_loss = LOSS in _keys(spec)
     _torch.drop_dead_code(gm)
     lift_marks(gm)
+    plain_windows(gm, mode)
     merge_equal(gm)
     settle_tags(gm)
     results = gm.graph.output_node().args[0]

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Placement
 from autopar import _torch
 from autopar.errors import AutoparError
 from autopar.init_record import Local, Recorder, Target, compute
+from autopar.memory_format import laid, order_of
 from autopar.owned import Box, Owned, cut_box, local_box, owned_by
 
 Placements = Callable[[str, tuple[int, ...]], tuple[Placement, ...]]
@@ -31,15 +32,16 @@ INITIALISERS = ("_reset_parameters", "reset_parameters", "reset_buffers", "_init
 
 
 def _parameter(old: torch.Tensor, local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> nn.Parameter:
-    new = nn.Parameter(_torch.dtensor(local, mesh, placements, tuple(old.shape)), requires_grad=old.requires_grad)
+    new = nn.Parameter(_torch.dtensor(local, mesh, placements, tuple(old.shape), order_of(old)), requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
     return new
 
 
 def _of_first_rank(t: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The value the mesh's first rank has; written into `t` where it is contiguous."""
-    t = t.contiguous()
-    raw = t.reshape(-1).view(torch.uint8)
+    """The value the mesh's first rank has; written into `t` where it lies in a format without gaps."""
+    order = order_of(t)
+    t = laid(t, order)
+    raw = t.permute(order).reshape(-1).view(torch.uint8)
     for axis in range(mesh.ndim):
         if mesh.size(axis) > 1 and raw.numel():
             dist.broadcast(raw, group=mesh.get_group(axis), group_src=0)

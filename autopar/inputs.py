@@ -18,6 +18,7 @@ from autopar.capture import Call
 from autopar.errors import InputError
 from autopar.graph import Tensor
 from autopar.groups import Groups
+from autopar.memory_format import laid, order_of
 from autopar.placement import Placement, shard
 from autopar.shards import cut, dtensor_placements
 from autopar.storage import batch_size
@@ -49,7 +50,8 @@ class InputReader:
         return tuple((s, t.dtype) for s, t in zip(shapes, call.tensors, strict=True))
 
     def local(self, t: torch.Tensor, p: Placement, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """This rank's part of input `t`, which the plan places at `p`."""
+        """This rank's part of input `t`, which the plan places at `p`, in the format of the whole."""
+        order = order_of(t)
         if isinstance(t, DTensor):
             t = t.detach().redistribute(self.groups.device_mesh, dtensor_placements(p, self.groups.mesh)).to_local()
         elif self.mode == "global":
@@ -61,7 +63,7 @@ class InputReader:
                 f"a local input of shape {tuple(t.shape)} does not make a whole batch that splits {self.parts} ways",
                 fix="every rank must pass the same local batch size",
             )
-        return t.detach().to(device=device, dtype=dtype).contiguous()
+        return laid(t.detach().to(device=device, dtype=dtype), order)
 
     def arrival(self, t: torch.Tensor, p: Placement) -> Placement:
         """How the local input `t` comes, of which the plan places the whole at `p`."""
@@ -88,7 +90,7 @@ class InputReader:
         self.left -= 1
         if len(self.groups.ranks) == 1:
             return
-        mine = [(n, tuple(t.shape), str(t.dtype), self._digest(t)) for n, t in zip(call.paths, call.tensors, strict=True)]
+        mine = [(n, tuple(t.shape), f"{t.dtype} {order_of(t)}", self._digest(t)) for n, t in zip(call.paths, call.tensors, strict=True)]
         mine.append(("other arguments", (), "", repr(call.constants)))
         everyone: list[Any] = [None] * len(self.groups.ranks)
         dist.all_gather_object(everyone, mine, group=self.groups.everyone)

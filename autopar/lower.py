@@ -19,6 +19,7 @@ from torch import fx
 
 from autopar import _torch
 from autopar.compile_cache import CompileOnce
+from autopar.passes.demands import guard
 from autopar.passes.outline import outline
 
 FlatFn = Callable[[list[Any]], list[Any]]
@@ -77,6 +78,7 @@ def _eager(gm: fx.GraphModule) -> FlatFn:
     graph.output(graph.graph_copy(gm.graph, {}))
     for n in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         n.target = torch.ops.aten.reshape.default  # a real operand may have other strides than the fake one
+    guard(graph)
     return _without_grad(_torch.boxed(fx.GraphModule(gm, graph)))
 
 

@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
+from autopar.memory_format import inverse, laid, order_of
+
 Box = tuple[tuple[int, int, int], ...]  # (start, length, step) a dim
 
 
@@ -26,9 +28,12 @@ def local_box(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Place
 
 
 def cut_box(whole: torch.Tensor, box: Box) -> torch.Tensor:
-    """The part of `whole` in storage of its own, unless it is all of it."""
+    """The part of `whole` in storage of its own, unless it is all of it, in the format of the whole."""
     part = whole[tuple(slice(a, a + n) for a, n, _ in box)]
-    return part.contiguous() if part.shape == whole.shape else part.clone(memory_format=torch.contiguous_format)
+    order = order_of(whole)
+    if part.shape == whole.shape:
+        return laid(part, order)
+    return part.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse(order))
 
 
 @dataclass

@@ -75,6 +75,12 @@ class Placement:
     def without_partial(self) -> Placement:
         return Placement(self.shape, self.splits)
 
+    def permuted(self, order: tuple[int, ...]) -> Placement:
+        """Of a tensor whose dim i is dim order[i] of this one."""
+        to = {d: i for i, d in enumerate(order)}
+        splits = tuple(sorted((Split(to[s.dim], s.stride, s.axis) for s in self.splits), key=place))
+        return Placement(tuple(self.shape[d] for d in order), splits, self.partial)
+
     @property
     def is_replicate(self) -> bool:
         return not self.splits and not self.partial

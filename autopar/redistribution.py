@@ -42,6 +42,10 @@ class Step:
             "all_gather": n_dst * share,
         }[self.kind]
 
+    def permuted(self, order: tuple[int, ...]) -> Step:
+        """The same of a tensor whose dim i is dim order[i] of this one."""
+        return Step(self.kind, self.axes, self.src.permuted(order), self.dst.permuted(order), self.reduce)
+
 
 def redistribute(src: Placement, dst: Placement, mesh: Mesh) -> list[Step]:
     """The steps from `src` to `dst`. `dst` may be Partial only where `src` is, with the same reduction."""

@@ -23,6 +23,7 @@ from autopar.capture import LOSS, Call, Role, off_cache
 from autopar.errors import AutoparError
 from autopar.failures import begin, shared
 from autopar.gradients import GradSync
+from autopar.memory_format import order_of
 from autopar.optimizers import watch
 from autopar.outputs import LossOutput
 from autopar.plan import Plan
@@ -76,7 +77,15 @@ class ParallelModule(nn.Module):
     def _step_for(self, call: Call, grad: bool) -> Step:
         autocast = torch.get_autocast_dtype(self._builder.device.type) if torch.is_autocast_enabled(self._builder.device.type) else None
         shapes = self._reader.global_shapes(call)
-        key = (self.training, grad, autocast, call.spec, _hashable(call.constants), shapes, tuple(t.requires_grad for t in call.tensors))
+        key = (
+            self.training,
+            grad,
+            autocast,
+            call.spec,
+            _hashable(call.constants),
+            shapes,
+            tuple((t.requires_grad, order_of(t)) for t in call.tensors),
+        )
         if key not in self._steps:
             self._reader.check_same(call, force=True)
             was_planned = self._builder.planned

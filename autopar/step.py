@@ -16,6 +16,7 @@ from autopar.capture import Captured, Role
 from autopar.graph import Graph
 from autopar.groups import Groups
 from autopar.lower import CompileOnce, Lowered, lower
+from autopar.memory_format import with_strides
 from autopar.passes.manager import joint_passes, overlap, run_passes
 from autopar.passes.offload import offload
 from autopar.passes.partition import Parts, partition
@@ -47,6 +48,7 @@ class Step:
         self.plan = replace(plan, collectives=self.collectives)
         places = [n for n in parts.forward.graph.nodes if n.op == "placeholder"]
         self.dtypes = {r: n.meta["val"].dtype for r, n in zip(parts.forward_inputs, places, strict=True)}
+        self.strides = [n.meta["val"].stride() for n in places]
         self.lowered = self.lower(parts.forward)
         self.backwards: dict[tuple[bool, bool], tuple[Parts, Lowered]] = {}
 
@@ -96,7 +98,7 @@ class Step:
 
     def forward(self, values: Mapping[Role, torch.Tensor]) -> tuple[list[tuple[Role, torch.Tensor | None]], list[torch.Tensor]]:
         """values: a local tensor for every graph input's role."""
-        flat = [values[r] for r in self.base.forward_inputs]
+        flat = [with_strides(values[r], s) for r, s in zip(self.base.forward_inputs, self.strides, strict=True)]
         out = self.lowered.fn(flat)
         n = len(self.base.forward_outputs)
         return list(zip(self.base.forward_outputs, out[:n], strict=True)), list(out[n:])
@@ -106,7 +108,10 @@ class Step:
     ) -> list[tuple[Role, torch.Tensor | None]]:
         """Empties `saved` and `values`, so that each tensor can be freed at its last use."""
         parts, lowered = self.backward_of(sync, accumulated)
-        flat = [*saved, *(values[r] for r in parts.backward_inputs)]
+        places = [n for n in parts.backward.graph.nodes if n.op == "placeholder"][len(saved) :] if parts.backward is not None else []
+        given = [with_strides(values[r], n.meta["val"].stride()) for r, n in zip(parts.backward_inputs, places, strict=True)]
+        flat = [*saved, *given]
+        del given
         saved.clear()
         values.clear()
         out = lowered.fn(flat)

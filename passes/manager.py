@@ -19,6 +19,7 @@ from torch import fx
 from autopar import _torch
 from autopar.passes.deduplicate import deduplicate
 from autopar.passes.defer import defer
+from autopar.passes.lay_out import lay_out
 from autopar.passes.nodes import is_issue, is_wait
 from autopar.passes.overlap import inputs_of
 from autopar.passes.partition import Parts
@@ -40,6 +41,7 @@ class Pass:
 def joint_passes(fuses: bool = True) -> tuple[Pass, ...]:
     """fuses: whether what runs the graph makes one kernel of memory-bound neighbours."""
     return (
+        Pass("lay out", lay_out, frozenset({"local"}), frozenset({"laid out"}), True),
         Pass("deduplicate", partial(deduplicate, share_counters=fuses), frozenset({"local"}), frozenset({"deduplicated"}), True),
         Pass("drop dead collectives", _torch.without_dead_code, frozenset({"local"}), frozenset({"live"}), True),
     )

@@ -28,6 +28,7 @@ import torch
 from torch import fx
 
 from autopar import _torch
+from autopar.passes.demands import guard
 from autopar.passes.overlap import goes_before, marked
 from autopar.passes.repeats import Cuts, Repeat, adds_integer, call_hash, find_repeats, text, value_text
 
@@ -204,6 +205,7 @@ class _Rebuilder:
         for n in nodes:
             env[n] = graph.node_copy(n, env.__getitem__)
         graph.output(tuple(env[n] for n in outputs))
+        guard(graph)
         return _torch.decompose_late(fx.GraphModule(self.gm, graph), values, self.mode)
 
     # ---- copies of a body --------------------------------------------------------------------------------------

@@ -25,8 +25,10 @@ from autopar import _torch
 from autopar.capture import Captured, Role
 from autopar.describe import getattr_value, tensor_name
 from autopar.graph import Graph, Op, Tensor
+from autopar.memory_format import Order, channels_last, contiguous, dense_order, inverse, lies_in, order_of, strides_of
 from autopar.mesh import Mesh
 from autopar.passes import local
+from autopar.passes.demands import ORDERS, is_foreign
 from autopar.passes.local.context import Local
 from autopar.passes.local.sizes import SIZE_ARG
 from autopar.passes.nodes import AWAY
@@ -36,6 +38,11 @@ from autopar.plan import CollectiveUse, ParamChoice, Plan
 from autopar.redistribution import Step, redistribute
 from autopar.rules import lookup
 from autopar.rules.strategy import placements
+
+_MEMORY_FORMATS = {
+    dims: {contiguous(dims): torch.contiguous_format, channels_last(dims): last}
+    for dims, last in ((4, torch.channels_last), (5, torch.channels_last_3d))
+}
 
 
 @dataclass(frozen=True)
@@ -98,13 +105,16 @@ class _Sharder:
         self.in_roles: list[Role] = []
         self.coordinates: dict[str, fx.Node] = {}
         self.done_grads: dict[str, fx.Node | None] = {}
+        self.formats: dict[str, Order] = {}  # of parameters
 
     # ---- nodes -----------------------------------------------------------------------------------------------
 
-    def placeholder(self, name: str, shape: Sequence[int], dtype: torch.dtype, role: Role) -> fx.Node:
+    def placeholder(self, name: str, shape: Sequence[int], dtype: torch.dtype, role: Role, order: Order | None = None) -> fx.Node:
+        """order: the format of the whole (contiguous where not given), which is that of every shard."""
         node = self.out.placeholder(name)
+        strides = strides_of(shape, order or contiguous(len(shape)))
         with self.mode:
-            node.meta["val"] = torch.empty(tuple(shape), dtype=dtype, device=self.options.device)
+            node.meta["val"] = torch.empty_strided(tuple(shape), strides, dtype=dtype, device=self.options.device)
         node.meta["direction"] = "backward" if role.kind in ("tangent", "accumulated") else "forward"
         self.in_roles.append(role)
         return node
@@ -215,7 +225,17 @@ class _Sharder:
             at = dict(zip(step.axes, cs, strict=False))
             return run_step(x, step, self.mesh, at.__getitem__, lambda axes: group_name(self.options.group_prefix, axes))
 
-        return self.trace(fn, [node, *coords], ("step", step))
+        def in_format(x: torch.Tensor, *cs: torch.Tensor) -> torch.Tensor:
+            """What lies channels last is sent as it lies, and arrives so."""
+            order = order_of(x)
+            at = dict(zip(step.axes, cs, strict=False))
+            y = run_step(
+                x.permute(order), step.permuted(order), self.mesh, at.__getitem__, lambda axes: group_name(self.options.group_prefix, axes)
+            )
+            return y.permute(inverse(order))
+
+        plain = order_of(node.meta["val"]) == contiguous(node.meta["val"].dim())
+        return self.trace(fn if plain else in_format, [node, *coords], ("step", step))
 
     # ---- ops -------------------------------------------------------------------------------------------------
 
@@ -250,6 +270,8 @@ class _Sharder:
             self.is_random = False
         else:
             result = self.call(node.target, args, kwargs)
+            if is_foreign(node.target):
+                result.meta[ORDERS] = _captured_orders(node)
         results = list(result) if isinstance(result, (list, tuple)) else [result]
         if (len(op.outputs) > 1 or isinstance(node.meta["val"], (list, tuple))) and isinstance(result, fx.Node):
             results = [self.call(_torch.getitem, (result, i), {}) if v is not None else None for i, v in enumerate(result.meta["val"])]
@@ -344,6 +366,9 @@ class _Sharder:
         node = self.get(key, storage)
         if node.meta["val"].dtype != storage_dtype:
             node = self.call(torch.ops.aten._to_copy.default, (node,), {"dtype": storage_dtype})
+        format = _MEMORY_FORMATS.get(node.meta["val"].dim(), {}).get(self.formats[param])
+        if format is not None and not lies_in(node.meta["val"], self.formats[param]):
+            node = self.call(torch.ops.aten.clone.default, (node,), {"memory_format": format})  # as autograd leaves it for an optimizer
         self.done_grads[param] = node
 
     # ---- the walk --------------------------------------------------------------------------------------------
@@ -359,7 +384,9 @@ class _Sharder:
             val = node.meta["val"]
             if role.kind == "param":
                 choice = plan.params[role.name]
-                new = self.placeholder(node.name, choice.storage.local_shape(self.mesh), options.storage[role.name], role)
+                shape = choice.storage.local_shape(self.mesh)
+                new = self.placeholder(node.name, shape, options.storage[role.name], role, order_of(val))
+                self.formats[role.name] = order_of(val)
                 entries.append((role.name, graph.params[role.name], choice, new))
                 continue
             placement = Placement.of(tuple(val.shape))
@@ -367,7 +394,8 @@ class _Sharder:
                 placement = plan.inputs[role.index]
             elif role.kind == "tangent" and role.index >= 0:
                 placement = plan.outputs[role.index]
-            self.put(node.name, placement, self.placeholder(node.name, placement.local_shape(self.mesh), val.dtype, role))
+            local_shape = placement.local_shape(self.mesh)
+            self.put(node.name, placement, self.placeholder(node.name, local_shape, val.dtype, role, order_of(val)))
         self.accumulated: dict[str, fx.Node] = {}
         for a in self.mesh.axes:
             if a.size > 1:
@@ -450,6 +478,16 @@ def unreduced_grads(captured: Captured, graph: Graph, plan: Plan, options: Optio
         dtype = options.reduce or getattr(torch, graph.tensors[name].dtype)
         out[p] = (placement.local_shape(plan.mesh), dtype)
     return out
+
+
+def _captured_orders(node: fx.Node) -> tuple[tuple[int, Order], ...]:
+    """(position, order) of the operands that lay without gaps when they were captured."""
+    found = (
+        (i, dense_order(a.meta["val"]))
+        for i, a in enumerate(node.args)
+        if isinstance(a, fx.Node) and isinstance(a.meta["val"], torch.Tensor)
+    )
+    return tuple((i, order) for i, order in found if order is not None)
 
 
 def _padded_axes(choice: ParamChoice) -> list[str]:

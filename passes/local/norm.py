@@ -98,4 +98,4 @@ def _group_norm_backward(
     groups: int, mask: list[bool],
 ) -> Any:  # fmt: skip
     n, groups = mean.shape
-    return operator(ctx.op.target)(grad.contiguous(), x, mean, rstd, weight, n, x.shape[1], pixels, groups, mask)
+    return operator(ctx.op.target)(grad, x, mean, rstd, weight, n, x.shape[1], pixels, groups, mask)

@@ -1,0 +1,123 @@
+"""What kernels demand of how their operands lie in memory. **Add an op here whose kernel trusts its operands' strides.**
+
+Autograd's formulas make sure of it when a step is captured (a `contiguous()`, which is no call where nothing had to be copied). A rewritten graph has
+other strides: values come from collectives, from permuted shards, from a compiled forward that laid out what it saved as it liked. A kernel that
+trusts its operands then reads the wrong elements, or memory that is not its own.
+
+    whole      operands without gaps, dims in order
+    alike      operands in one format, contiguous or channels last: that of the first, if it is in one
+    columns    a matrix whose transpose is without gaps
+
+Operators that are not listed take operands however they lie; `tests/spmd/test_demands.py` holds all of torch's samples against that. What another library
+registered (its namespace is not torch's) gets operands as they were captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar import _torch
+from autopar.memory_format import Order, contiguous, laid, order_of
+
+ORDERS = "operand_orders"  # meta of a call of an operator that is not torch's: the captured order of each tensor operand
+_KNOWN = ("aten", "prims", "prim", "autopar", "_c10d_functional")
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Positions of operands among the call's arguments. mask: of the outputs that are wanted, where operands may lie channels last only if the first is."""
+
+    whole: tuple[int, ...] = ()
+    alike: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
+    mask: int | None = None
+
+
+_FIRST = Demand(whole=(0,))
+
+DEMANDS: dict[str, Demand] = {
+    "aten.native_group_norm": Demand(whole=(1, 2), alike=(0,)),
+    # The channels-last kernel writes the input's gradient also where none is wanted: a segmentation fault, in eager torch too (2.13).
+    "aten.native_group_norm_backward": Demand(whole=(2, 3, 4), alike=(1, 0), mask=9),
+    "aten.native_layer_norm_backward": Demand(whole=(3, 4)),
+    "aten._fused_rms_norm_backward": Demand(whole=(3,)),
+    "aten.nll_loss2d_backward": Demand(whole=(1,)),
+    "aten.adaptive_max_pool3d_backward": Demand(whole=(2,)),
+    "aten.fractional_max_pool2d_backward": Demand(whole=(4,)),
+    "aten.fractional_max_pool3d_backward": Demand(whole=(4,)),
+    "aten._pdist_forward": _FIRST,
+    "aten._pdist_backward": Demand(whole=(1, 3)),
+    "aten._embedding_bag": Demand(whole=(1, 2, 6)),
+    "aten._embedding_bag_forward_only": Demand(whole=(1, 2, 6)),
+    "aten._embedding_bag_backward": Demand(whole=(1, 2, 3)),
+    "aten._embedding_bag_dense_backward": Demand(whole=(1, 2, 3, 4)),
+    "aten._embedding_bag_per_sample_weights_backward": Demand(whole=(2, 3, 4)),
+    "aten._linalg_check_errors": _FIRST,
+    "aten._scaled_mm": Demand(whole=(0,), columns=(1,)),
+    # Strides in elements of the operand's memory: capture writes them for operands without gaps.
+    "aten.as_strided": _FIRST,
+    "aten.as_strided_copy": _FIRST,
+    "aten.as_strided_scatter": _FIRST,
+    "aten.view.dtype": _FIRST,
+    "aten.view_as_complex": _FIRST,
+    # What is sent.
+    "_c10d_functional.all_gather_into_tensor": _FIRST,
+    "_c10d_functional.all_reduce": _FIRST,
+    "_c10d_functional.reduce_scatter_tensor": _FIRST,
+    "_c10d_functional.all_to_all_single": _FIRST,
+}
+
+
+def demand_of(target: Any) -> Demand | None:
+    name = str(target)
+    return DEMANDS.get(name) or DEMANDS.get(name.rpartition(".")[0])
+
+
+def is_foreign(target: Any) -> bool:
+    """Whether an operator is neither torch's nor ours: nothing is known of its kernel."""
+    return _torch.is_operator(target) and target.namespace not in _KNOWN
+
+
+def orders(target: Any, args: Sequence[Any]) -> list[tuple[int, Order]]:
+    """(position, order) of the operands that have to lie in one. args: tensors where the call has tensors."""
+    d = demand_of(target)
+    if d is None:
+        return []
+    tensors = {i: a for i, a in enumerate(args) if isinstance(a, torch.Tensor)}
+    out = [(i, contiguous(tensors[i].dim())) for i in d.whole if i in tensors]
+    out += [(i, (1, 0)) for i in d.columns if i in tensors]
+    alike = [i for i in d.alike if i in tensors]
+    if alike:
+        x = tensors[alike[0]]
+        # CUDA's kernels of the ops above know one format.
+        one = x.device.type != "cpu" or (d.mask is not None and not args[d.mask][0])
+        out += [(i, contiguous(x.dim()) if one else order_of(x)) for i in alike]
+    return out
+
+
+def guarded(n: fx.Node) -> Callable[..., Any] | None:
+    """What to call in place of `n`'s operator where strides may be others than recorded: the operator, its operands laid out; None where it takes any."""
+    target, given = n.target, n.meta.get(ORDERS)
+    if demand_of(target) is None and not given:
+        return None
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        new = list(args)
+        for i, order in given or orders(target, args):
+            new[i] = laid(new[i], order)
+        return target(*new, **kwargs)
+
+    call.__name__ = call.__qualname__ = "laid_out_" + str(target).replace(".", "_")
+    return call
+
+
+def guard(graph: fx.Graph) -> None:
+    """In place: every call whose kernel demands something of its operands makes sure of it when it is run (or traced)."""
+    for n in graph.nodes:
+        if n.op == "call_function" and (call := guarded(n)) is not None:
+            n.target = call
