@@ -1,6 +1,7 @@
 # Everything a newcomer types. Each target does its own set-up: a virtual environment in .venv, torch's CPU build, this package.
 #   make demo       train on four processes and on one, compare the curves, save, resume on two
-#   make test       lint, types and every test that needs no GPU
+#   make test       lint, types and the tests that keep every promise
+#   make test-all   the wide ones: every model under Inductor, every operator on operands that lie otherwise, longer fuzzing
 #   make gpu-check  one-GPU smoke test with the torch of GPU_PYTHON; touches no network
 
 PYTHON ?= python3
@@ -15,12 +16,14 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test lint types unit spmd dist gpu-check tree clean
+.PHONY: demo test test-all lint types unit spmd dist wide gpu-check tree clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: lint types unit spmd dist
+
+test-all: wide
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -31,11 +34,14 @@ types: $(INSTALLED) tree
 		-m autopar.placement -m autopar.layout -m autopar.rules.grammar
 
 unit spmd: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests/$@
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not wide" tests/$@
 
 # Each of these starts processes of its own; side by side they would only wait for each other's cores.
 dist: $(INSTALLED)
-	$(BIN)/python -m pytest tests/dist
+	$(BIN)/python -m pytest -m "not wide" tests/dist
+
+wide: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m wide tests
 
 gpu-check: tree
 	PYTHONPATH=$(CURDIR)/$(TREE) $(GPU_PYTHON) tests/gpu/check.py

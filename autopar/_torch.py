@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib
 import itertools
 import operator
@@ -441,8 +442,20 @@ def invoke_subgraph() -> Any:
     return op
 
 
+@functools.cache
+def keep_strides(names: tuple[str, ...]) -> None:
+    """Inductor gives the operators of these names their operands as the graph has them, where it calls torch's kernel."""
+    from torch._inductor import lowering
+
+    for name in names:
+        packet = functools.reduce(getattr, name.split("."), torch.ops)
+        for overload in packet.overloads():
+            lowering._maybe_layout_constraints.setdefault(getattr(packet, overload), lowering.constrain_to_fx_strides)
+
+
 def decompose_late(gm: fx.GraphModule, values: list[Any], mode: Any) -> fx.GraphModule:
     """Retraces `gm` through Inductor's decompositions on the fake tensors `values`."""
+    importlib.import_module("torch._inductor.lowering")  # decompositions look for it without importing it
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -19,7 +19,7 @@ from torch import fx
 
 from autopar import _torch
 from autopar.compile_cache import CompileOnce
-from autopar.passes.demands import guard
+from autopar.passes.demands import KERNELS, guard
 from autopar.passes.outline import outline
 
 FlatFn = Callable[[list[Any]], list[Any]]
@@ -54,6 +54,7 @@ def lower(
     for n, strides in zip(places, saved_strides or (), strict=False):
         if strides is not None:
             n.meta["val"] = _torch.with_strides(n.meta["val"], strides, fake_mode)
+    _torch.keep_strides(KERNELS)
     start = time.perf_counter()
     outlined = outline(gm, fake_mode)
     before = _torch.inductor_cache_counts()

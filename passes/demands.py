@@ -59,7 +59,7 @@ DEMANDS: dict[str, Demand] = {
     "aten._embedding_bag_per_sample_weights_backward": Demand(whole=(2, 3, 4)),
     "aten._linalg_check_errors": _FIRST,
     "aten._scaled_mm": Demand(whole=(0,), columns=(1,)),
-    # Strides in elements of the operand's memory: capture writes them for operands without gaps.
+    # Strides and offsets in the operand's memory, which is to have no gaps and to start with it (`capture_strides.py`).
     "aten.as_strided": _FIRST,
     "aten.as_strided_copy": _FIRST,
     "aten.as_strided_scatter": _FIRST,
@@ -71,6 +71,10 @@ DEMANDS: dict[str, Demand] = {
     "_c10d_functional.reduce_scatter_tensor": _FIRST,
     "_c10d_functional.all_to_all_single": _FIRST,
 }
+
+
+# Kernels proper: neither windows nor what is sent.
+KERNELS = tuple(n for n in DEMANDS if n.startswith("aten.") and not n.startswith(("aten.as_strided", "aten.view")))
 
 
 def demand_of(target: Any) -> Demand | None:
@@ -106,10 +110,14 @@ def guarded(n: fx.Node) -> Callable[..., Any] | None:
     if demand_of(target) is None and not given:
         return None
 
+    from_start = str(target).startswith("aten.as_strided")
+
     def call(*args: Any, **kwargs: Any) -> Any:
         new = list(args)
         for i, order in given or orders(target, args):
             new[i] = laid(new[i], order)
+            if from_start and new[i].storage_offset():
+                new[i] = new[i].clone()
         return target(*new, **kwargs)
 
     call.__name__ = call.__qualname__ = "laid_out_" + str(target).replace(".", "_")

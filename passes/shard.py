@@ -39,6 +39,8 @@ from autopar.redistribution import Step, redistribute
 from autopar.rules import lookup
 from autopar.rules.strategy import placements
 
+HOLDS = "holds"  # meta of a node: (name, placement) of the captured values that it is
+
 _MEMORY_FORMATS = {
     dims: {contiguous(dims): torch.contiguous_format, channels_last(dims): last}
     for dims, last in ((4, torch.channels_last), (5, torch.channels_last_3d))
@@ -277,6 +279,7 @@ class _Sharder:
             results = [self.call(_torch.getitem, (result, i), {}) if v is not None else None for i, v in enumerate(result.meta["val"])]
         for t, p, r in zip(op.outputs, made, results, strict=True):
             if t is not None and p is not None and r is not None:
+                r.meta.setdefault(HOLDS, []).append((t.name, p))
                 expected = p.local_shape(self.mesh)
                 got = tuple(r.meta["val"].shape)
                 assert got == expected, f"{op.target} ({op.name}): local output {got}, placement {p} says {expected}"

@@ -210,9 +210,9 @@ IMAGES: dict[str, Callable[[], nn.Module]] = {
 CLASSES = ("convnext", "efficientnet", "resnet")
 
 
-def model_of(name: str, last: bool) -> nn.Module:
+def model_of(name: str, last: bool, **sizes: int) -> nn.Module:
     torch.manual_seed(0)
-    model = IMAGES[name]()
+    model = IMAGES[name](**sizes)
     return model.to(memory_format=torch.channels_last) if last else model
 
 

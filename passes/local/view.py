@@ -153,4 +153,6 @@ def _as_strided(ctx: Local, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch
         stride[: changed + 1] = contiguous_strides(shape)[: changed + 1]
         size = [*shape[: changed + 1], *size[changed + 1 :]]
     rest = (size, stride, ctx.op.arg(at + 2, "storage_offset"))
-    return operator(ctx.op.target)(x.contiguous(), *((args[0], *rest) if scatter else rest))
+    x = x.contiguous()
+    x = x.clone() if x.storage_offset() else x  # offsets count from the start of its memory
+    return operator(ctx.op.target)(x, *((args[0], *rest) if scatter else rest))

@@ -34,7 +34,7 @@ def train(name: str, last: bool, sizes: tuple[int, ...], layout: str | None, bac
     start = time.monotonic()
     one = model_of(name, last)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp", "cp")[: len(sizes)])
-    model = autopar.compile(copy.deepcopy(one), mesh, layout=layout, backend=backend)
+    model = autopar.compile(copy.deepcopy(one), mesh, layout=layout, backend=backend, options={"seconds": 10})
     ours, theirs = torch.optim.AdamW(model.parameters(), lr=1e-3), torch.optim.AdamW(one.parameters(), lr=1e-3)
     losses, wants, worst = [], [], ("", 0.0)
     for i in range(steps):
