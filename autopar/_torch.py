@@ -8,10 +8,12 @@ import functools
 import importlib
 import itertools
 import operator
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.utils._python_dispatch
@@ -44,7 +46,9 @@ def export_joint(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[f
     torch._dynamo.reset()
     with ExitStack() as stack:
         stack.enter_context(_no_idle_work())
+        stack.enter_context(_whole_language())
         gm = _dynamo_graph_capture_for_export(module)(*inputs)
+        _refuse_unknown_sizes(gm)
         _restore_state_dict(module, gm)
         _open_regions(gm, itertools.count(), None)
         joint = aot_export_joint_with_descriptors(stack, gm, inputs, decompositions=_early_decompositions())
@@ -52,6 +56,36 @@ def export_joint(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[f
     in_descs = [n.meta["desc"] for n in g.graph.nodes if n.op == "placeholder"]
     out_descs = list(g.graph.output_node().meta["desc"])
     return g, in_descs, out_descs, joint.out_spec
+
+
+class UnknownSize(Exception):
+    """Something in the program has a size that depends on data. where: the user's line."""
+
+    def __init__(self, what: str, where: str) -> None:
+        super().__init__(what)
+        self.where = where
+
+
+def _refuse_unknown_sizes(gm: fx.GraphModule) -> None:
+    """dynamo takes nonzero and its kind with a symbol for how many there are, and item() with one for what it is; a plan has no use for either."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    for n in gm.graph.nodes:
+        value = n.meta.get("example_value", n.meta.get("val"))
+        if any(
+            free_unbacked_symbols(v)
+            for v in pytree.tree_leaves(value)
+            if isinstance(v, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
+        ):
+            lines = [line.strip() for line in str(n.stack_trace or "").splitlines() if line.strip()]
+            at = next((i for i in reversed(range(len(lines))) if lines[i].startswith("File ")), None)
+            where = (
+                ""
+                if at is None
+                else re.sub(r'^File "(.*)", line (\d+), in (.*)$', r"\1:\2 in \3", lines[at])
+                + "".join(f": {x}" for x in lines[at + 1 : at + 2])
+            )
+            raise UnknownSize(f"what {n.name} gives has a size or value that depends on data", where)
 
 
 @contextlib.contextmanager
@@ -63,15 +97,80 @@ def _no_idle_work() -> Iterator[None]:
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     idle = ((functional_export, "_suggest_or_raise_constraint_violation"), (symbolic_convert, "get_funcname"))
-    before = [(module, name, getattr(module, name)) for module, name in idle if hasattr(module, name)]
-    for module, name, _ in before:
-        setattr(module, name, lambda *args, **kwargs: None)
+    with _use_lazy_graph_module(True), _replaced(*((module, name, _nothing) for module, name in idle)):
+        yield
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+@contextlib.contextmanager
+def _replaced(*items: tuple[Any, str, Any]) -> Iterator[None]:
+    """While open, `name` of a module or class is something else; what this torch does not have is left out."""
+    with ExitStack() as stack:
+        for where, name, new in items:
+            if hasattr(where, name):
+                stack.enter_context(mock.patch.object(where, name, new))
+        yield
+
+
+@contextlib.contextmanager
+def _whole_language() -> Iterator[None]:
+    """While open, dynamo takes what it would leave to Python:
+
+    recurrent layers         off because compiled alone they may be slow. They are unrolled, a step of time at a time
+    autograd.grad inside     off, and refused where the loss follows from it, because of backwards that are run outside of the graph. Ours is in it
+    transforms of modules    a real copy of each parameter, for what runs while it is traced, cannot be made inside of a transform; nothing runs here
+    nn.Transformer's masks   looked at, for whether they are causal. That is for speed alone: a mask that is causal is added as any other
+    """
+    from torch._decomp import decompositions
+    from torch._dynamo import config, output_graph
+    from torch._dynamo.variables import builder
+    from torch.nn.modules import transformer
+
+    items = (
+        (output_graph.OutputGraph, "_check_requires_grad_intermediate_outputs", _nothing),
+        (output_graph.OutputGraph, "_validate_outputs_safe_for_autograd_nodes", _nothing),
+        (builder, "_clone_input", lambda value, fake_mode: value),
+        (decompositions, "_rnn_helper", _rnn),
+        (decompositions, "select_one_layer_lstm_function", lambda input, hx, params: decompositions.one_layer_lstm),
+        (transformer, "_detect_is_causal_mask", _said_to_be_causal),
+    )
+    wanted = {name: True for name in ("allow_rnn", "trace_autograd_ops") if hasattr(config, name)}
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # one operator for a whole layer, for inference: no rule could split it
     try:
-        with _use_lazy_graph_module(True):
+        with config.patch(wanted), _replaced(*items):
             yield
     finally:
-        for module, name, fn in before:
-            setattr(module, name, fn)
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _said_to_be_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+    return bool(is_causal)
+
+
+def _rnn(
+    input: Any, hidden: Any, params: Any, has_biases: bool, num_layers: int, dropout: float, train: bool, bidirectional: bool,
+    batch_first: bool, layer_fn: Any,
+) -> tuple[Any, list[Any]]:  # fmt: skip
+    """A stack of recurrent layers. torch's own (2.13: `dropout if (train and num_layers < i - 1) else 0.0`) never drops anything between them, and takes an
+    operator of CPUs alone for float32 (`select_one_layer_lstm_function`)."""
+    from torch._decomp.decompositions import params_hiddens
+
+    input = input.transpose(0, 1) if batch_first else input
+    finals = []
+    for i in range(num_layers):
+        mine, start, back, back_start = params_hiddens(params, hidden, i, bidirectional)
+        out, final = layer_fn(input, start, mine, has_biases)
+        finals.append(final)
+        if bidirectional:
+            other, final = layer_fn(input, back_start, back, has_biases, reverse=True)
+            finals.append(final)
+            out = torch.cat([out, other], -1)
+        input = torch.dropout(out, dropout, True) if dropout and train and i < num_layers - 1 else out
+    return input.transpose(0, 1) if batch_first else input, finals
 
 
 def import_compiler() -> None:
@@ -101,7 +200,20 @@ def _early_decompositions() -> dict[Any, Callable[..., Any]]:
     def new_constant(value: int) -> Callable[..., torch.Tensor]:
         return lambda x, size, **kw: new_full(x, size, value, **kw)
 
+    from torch._decomp import get_decompositions
+
+    # Rare operators that are others in disguise, which have rules. (A zero that jvp made has no memory to be read from.)
+    rare = [
+        aten.norm.Scalar,
+        aten.norm.ScalarOpt_dim,
+        aten.unsafe_split.Tensor,
+        aten.diag_embed.default,
+        aten.block_diag.default,
+        aten.rot90.default,
+    ]
     return {
+        **get_decompositions(rare),
+        aten._efficientzerotensor.default: lambda size, **kw: aten.full(size, 0, **kw),
         aten.addmm.default: addmm,
         aten.new_full.default: new_full,
         aten.new_zeros.default: new_constant(0),
@@ -137,10 +249,11 @@ def describe_io(desc: Any) -> tuple[str, Any]:
 
 
 def drop_dead_code(gm: fx.GraphModule) -> None:
-    """Dead code elimination that knows functional collectives to be pure (torch's counts wait_tensor as a side effect)."""
+    """Dead code elimination that knows functional collectives to be pure (torch's counts wait_tensor as a side effect). Checks of values (one_hot's, of its
+    classes) go too: they give nothing, and would have every rank wait for the whole of what is checked."""
 
     def impure(n: fx.Node) -> bool:
-        return n.op in ("placeholder", "output") or "_assert" in str(n.target) or "copy_" in str(n.target)
+        return n.op in ("placeholder", "output") or "copy_" in str(n.target)
 
     for n in reversed(list(gm.graph.nodes)):
         if not n.users and not impure(n):
@@ -152,12 +265,14 @@ def explain_capture_failure(e: BaseException) -> tuple[str, str] | None:
     """(what, "file:line in function: source") of an error raised while capturing; None if it is not about capture."""
     from torch._dynamo import exc
 
+    if isinstance(e, UnknownSize):
+        return str(e), e.where
     if isinstance(e, NotImplementedError) and str(e).startswith("checkpoint not implemented for"):
         return "the context_fn of a checkpoint must be a function of a module or a functools.partial of one, not made in forward", ""
     kinds: tuple[type[BaseException], ...] = (exc.TorchDynamoException,)
     import torch.fx.experimental.symbolic_shapes as ss
 
-    kinds += (ss.GuardOnDataDependentSymNode,)
+    kinds += (ss.GuardOnDataDependentSymNode, ss.PendingUnbackedSymbolNotFound)
     seen: BaseException | None = e
     while seen is not None and not isinstance(seen, kinds):
         seen = seen.__cause__
@@ -526,21 +641,22 @@ def default_store() -> Any:
 
 
 @contextlib.contextmanager
-def replaced_attention(fn: Callable[..., Any]) -> Iterator[None]:
-    """While open, composite decomposition of scaled_dot_product_attention is `fn`."""
-    op = torch.ops.aten.scaled_dot_product_attention.default
+def replaced_composites(new: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+    """While open, what these operators are composed of is what their functions say."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
-    before = op.py_kernels.get(key)
-    op.py_kernels[key] = fn
-    op._dispatch_cache.clear()
+    before = {op: op.py_kernels.get(key) for op in new}
+    for op, fn in new.items():
+        op.py_kernels[key] = fn
+        op._dispatch_cache.clear()
     try:
         yield
     finally:
-        if before is None:
-            del op.py_kernels[key]
-        else:
-            op.py_kernels[key] = before
-        op._dispatch_cache.clear()
+        for op, fn in before.items():
+            if fn is None:
+                del op.py_kernels[key]
+            else:
+                op.py_kernels[key] = fn
+            op._dispatch_cache.clear()
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------------------------
@@ -621,8 +737,6 @@ def saved_by_min_cut(
     budget, solver: `activation_memory_budget` and its knapsack's. heavy, cheap, views: operators (packets) it shall take for expensive, for recomputable
     and fusible, for views, besides those it knows.
     """
-    from unittest import mock
-
     from torch._functorch import config, partitioners
 
     known = partitioners.get_default_op_list()

@@ -2,7 +2,7 @@
 
 Brought to that op's form: bool masks (False is -inf), masks of fewer dims, three dims for four, batches and heads that broadcast. The
 rest is traced as torch's own formulas in torch's own order: dropout (so that its random numbers are those of [B, H, Q, S]), tensors of
-other ranks, and calls that torch refuses, whose error is then torch's.
+other ranks, and calls that torch refuses, whose error is then torch's. (Embedding bags and CTC: `capture_bags`, `capture_ctc`.)
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from autopar import _torch
+from autopar import _torch, capture_bags, capture_ctc
 from autopar.kernels.attention import attention
 
 
 @contextlib.contextmanager
 def captured_ops() -> Iterator[None]:
-    with _torch.replaced_attention(_sdpa):
+    ours = {torch.ops.aten.scaled_dot_product_attention.default: _sdpa, **capture_bags.REPLACED, **capture_ctc.REPLACED}
+    with _torch.replaced_composites(ours), capture_bags.equal_bags():
         yield
 
 

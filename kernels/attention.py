@@ -12,7 +12,7 @@ and, with g the gradient of out and delta = sum_d g out (Dao et al., FlashAttent
 - Hq is a multiple of Hkv: query head h reads key/value head h // (Hq / Hkv).
 - is_causal: query i sees keys 0 .. i. q_index [Q], int64: the global index of every query, where a rank has some of them only.
 - A row that sees no key gives zeros and passes no gradient, as torch's attention does; its lse is -inf.
-- `attention_backward_v1` also gives the gradient of the bias, summed to the bias's shape, where one is wanted.
+- `attention_backward_v2` takes out and lse of all keys a query sees; given some of those keys it gives their part of dq, and their dk and dv. It also gives the gradient of the bias, summed to the bias's shape, where one is wanted.
 
 torch's fused kernels do the work where they mean the same, the formulas elsewhere. CUDA's fused backward adds in no fixed order
 unless `torch.use_deterministic_algorithms` is on, as in eager torch. When a body changes so must the name: compiled graphs are cached
@@ -83,8 +83,15 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: f
 
 
 def _probabilities(s: Tensor) -> Tensor:
-    """Not exp(s - lse): where the lowest finite number hides every key of a row, the lse has lost its logarithm."""
+    """softmax, zeros in a row without keys. Not exp(s - lse): where the lowest finite number hides every key of a row, the lse has lost its logarithm."""
     return s.softmax(-1).masked_fill((s == -math.inf).all(-1, keepdim=True), 0.0)
+
+
+def _share(s: Tensor, lse: Tensor) -> Tensor:
+    """What these keys have of a row's sum over all the keys that `lse` is of: exactly 1 where they are all of them, a row that the lowest finite
+    number hides included."""
+    mine = s.logsumexp(-1)
+    return torch.where(mine == -math.inf, 0.0, (mine - lse).exp()).unsqueeze(-1)
 
 
 def _math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -93,9 +100,10 @@ def _math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool,
 
 
 def _math_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    p = _probabilities(_scores(q, k, mask, is_causal, scale))
+    s = _scores(q, k, mask, is_causal, scale)
+    p = _probabilities(s) * _share(s, lse)
     grad, q, k, v, out = (x.to(p.dtype) for x in (grad, q, k, v, out))
     ds = p * (grad @ v.mT - (grad * out).sum(-1, keepdim=True))
     return ds @ k * scale, ds.mT @ q * scale, p.mT @ grad, ds
@@ -180,7 +188,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, sca
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=_wide(q.dtype))
 
 
-@torch.library.custom_op("autopar::attention_backward_v1", mutates_args=())
+@torch.library.custom_op("autopar::attention_backward_v2", mutates_args=())
 def attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, is_causal: bool, scale: float,
     q_index: Tensor | None, bias_grad: bool,
@@ -191,7 +199,7 @@ def attention_backward(
     keys, values = _group(k, q.shape[1]), _group(v, q.shape[1])
     kernel = _kernel(q, keys, values, mask, is_causal)
     if kernel == "math" or (kernel == "cpu" and bias_grad):
-        dq, dk, dv, ds = _math_backward(grad, q, keys, values, out, mask, is_causal, scale)
+        dq, dk, dv, ds = _math_backward(grad, q, keys, values, out, lse, mask, is_causal, scale)
     else:
         dq, dk, dv, *rest = _fused_backward(kernel, grad, q, keys, values, out, lse, mask, is_causal, scale, bias_grad)
         ds = rest[0] if rest else grad

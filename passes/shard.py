@@ -409,6 +409,11 @@ class _Sharder:
         grad_of: dict[str, list[str]] = {}
         for p, name in graph.grads.items():
             grad_of.setdefault(name, []).append(p)
+        given = {
+            tensor_name(n): self.given_at(r, n)
+            for r, n in self.results()
+            if r.kind in ("output", "buffer_update") and isinstance(n, fx.Node)
+        }
         if options.accumulated:
             for p, (shape, dtype) in unreduced_grads(self.captured, graph, plan, options).items():
                 self.accumulated[p] = self.placeholder("accumulated_" + p.replace(".", "_"), shape, dtype, Role("accumulated", p))
@@ -424,16 +429,30 @@ class _Sharder:
                 if t.name in pending:
                     self.param_entry(*pending.pop(t.name))
             self.op(node, op)
+            self.current = "output"
+            for t in op.outputs if op.direction == "forward" else ():
+                if t is not None and t.name in given:
+                    self.get(t.name, given[t.name])  # here and not at the end: made for backward first, it would be no result of forward
             for t in op.outputs:
                 for p in grad_of.get(t.name, ()) if t is not None else ():
                     self.finish_grad(p, t.name)
         return self.outputs()
 
+    def results(self) -> list[tuple[Role, Any]]:
+        """What the captured graph gives, by role."""
+        return list(zip(self.captured.outputs, self.captured.gm.graph.output_node().args[0], strict=True))  # type: ignore[arg-type]
+
+    def given_at(self, role: Role, node: fx.Node) -> Placement:
+        if role.kind == "output":
+            return self.plan.outputs[role.index]
+        if role.kind == "input_grad":
+            return self.plan.inputs[role.index]
+        return Placement.of(self.graph.tensors[tensor_name(node)].shape)
+
     def outputs(self) -> Sharded:
-        node = self.captured.gm.graph.output_node()
         results: list[fx.Node | None] = []
         roles: list[Role] = []
-        for role, n in zip(self.captured.outputs, node.args[0], strict=True):
+        for role, n in self.results():
             if role.kind == "grad":
                 if n is None:
                     results.append(None)
@@ -445,14 +464,8 @@ class _Sharder:
             elif not isinstance(n, fx.Node):
                 results.append(None)
             else:
-                name = tensor_name(n)
                 self.direction, self.current = "backward" if role.kind == "input_grad" else "forward", "output"
-                placement = Placement.of(self.graph.tensors[name].shape)
-                if role.kind == "output":
-                    placement = self.plan.outputs[role.index]
-                elif role.kind == "input_grad":
-                    placement = self.plan.inputs[role.index]
-                results.append(self.get(name, placement))
+                results.append(self.get(tensor_name(n), self.given_at(role, n)))
             roles.append(role)
         self.out.output(tuple(results))
         gm = fx.GraphModule(self.root, self.out)

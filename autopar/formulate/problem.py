@@ -264,12 +264,12 @@ class Formulator:
         rep = self.q.tensor_rep[t.name]
         if rep in self.cl.chain and self.cl.chain[rep][1]:
             base, ops = self.cl.chain[rep]
-            last = self.cl.made[ops[-1].name]
-            if self.cl.of[ops[-1].name] == choice and [m[0] for m in last] == list(places):
-                # Walk the chain's own placements back to the parameter.
-                places = [w[0] for w in self.cl.want[ops[0].name]]
-            else:
-                places = [self.back(ops, p) for p in places]
+            for op in reversed(ops):
+                # Each link may follow another reader (a weight that two clusters multiply with): its own placements are those of its own cluster.
+                if self.cl.of[op.name] == choice and [m[0] for m in self.cl.made[op.name]] == list(places):
+                    places = [w[0] for w in self.cl.want[op.name]]
+                else:
+                    places = [self.back(op, p) for p in places]
             t = self.graph.tensors[base]
         wire = self.wire(t)
         wire.demands[direction][End(choice, self.nodes(wire, places))] = None
@@ -277,20 +277,19 @@ class Formulator:
     def nodes(self, wire: _Wire, places: Sequence[Placement]) -> tuple[int, ...]:
         return tuple(wire.node(self.known.setdefault(p, p)) for p in places)
 
-    def back(self, ops: Sequence[Op], p: Placement) -> Placement:
-        for op in reversed(ops):
-            rule, where = self.rules[op.name], {}
-            outs = rule.outputs[0]
-            assert outs is not None
-            for axis, at in p.where.items():
-                found = letter_at(outs, at, self.mesh.axis_size(axis), rule)
-                if found is not None:
-                    x, stride = found
-                    d = next((d for d, group in enumerate(rule.inputs[0]) if x in group), None)
-                    if d is not None:
-                        where[axis] = (d, stride * right_of(rule.inputs[0][d], x, rule))
-            p = Placement.of(op.inputs[0].shape, where)
-        return p
+    def back(self, op: Op, p: Placement) -> Placement:
+        """What `op`, of one operand, reads to make its output at `p`: the digits that its loops carry over, all else whole."""
+        rule, where = self.rules[op.name], {}
+        outs = rule.outputs[0]
+        assert outs is not None
+        for axis, at in p.where.items():
+            found = letter_at(outs, at, self.mesh.axis_size(axis), rule)
+            if found is not None:
+                x, stride = found
+                d = next((d for d, group in enumerate(rule.inputs[0]) if x in group), None)
+                if d is not None:
+                    where[axis] = (d, stride * right_of(rule.inputs[0][d], x, rule))
+        return Placement.of(op.inputs[0].shape, where)
 
     # ---- values --------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ def _attention(op: Op) -> Line:
     )  # fmt: skip
 
 
-@rule("autopar.attention_backward_v1.default")
+@rule("autopar.attention_backward_v2.default")
 def _attention_backward(op: Op) -> Line:
     """dk and dv are sums over the queries and query heads that read them, dbias over what it broadcasts.
 

@@ -25,6 +25,22 @@ def _indexed(op: Op) -> Line:
     return write([], [names(op.out.shape, mark="^")])
 
 
+# A rank makes the whole and cuts out its own: they are short, and each has a formula of its own.
+MADE_WHOLE = (
+    "aten.logspace.default", "aten.range.step", "aten.fft_fftfreq.default", "aten.fft_rfftfreq.default", "aten.hann_window.default",
+    "aten.hann_window.periodic", "aten.hamming_window.default", "aten.hamming_window.periodic", "aten.hamming_window.periodic_alpha",
+    "aten.hamming_window.periodic_alpha_beta", "aten.blackman_window.default", "aten.blackman_window.periodic", "aten.bartlett_window.default",
+    "aten.bartlett_window.periodic", "aten.kaiser_window.default", "aten.kaiser_window.periodic", "aten.kaiser_window.beta",
+    "aten.tril_indices.default", "aten.triu_indices.default",
+)  # fmt: skip
+
+
+@rule(*MADE_WHOLE)
+def _made_whole(op: Op) -> Line:
+    *rows, last = names(op.out.shape, mark="^")
+    return write([], [[*(f"{x}!" for x in rows), last]])
+
+
 @rule("aten.full_like.default", "aten.ones_like.default", "aten.empty_like.default")
 def _like(op: Op) -> Line:
     dims = names(op.out.shape)

@@ -30,6 +30,20 @@ def _embedding_backward(op: Op) -> Line:
     return write([[*rows, "e"], rows], [["v!" if scaled else "v^", "e"]], "0", "embedding")
 
 
+@rule("aten._embedding_bag.default", "aten._embedding_bag_backward.default")
+def _embedding_bag(op: Op) -> Line:
+    """Features by themselves; positions and sizes of bags have none. (Most bags are captured as other operators: `capture_bags`.)"""
+    backward = op.target.startswith("aten._embedding_bag_backward")
+
+    def dims(at: int, t: Tensor | None) -> list[str]:
+        assert t is not None
+        return [*(f"x{at}_{i}!" for i in range(len(t.shape) - 1)), "e:all"] if len(t.shape) == 2 else [f"x{at}_0!"]
+
+    inputs = [dims(i, t) for i, t in enumerate(op.inputs)]
+    outputs = [dims(len(inputs) + i, t) for i, t in enumerate(op.outputs)]
+    return write(inputs, outputs, linear_in(op, "0") if backward else "", "embedding")
+
+
 def _looked_up(x: Tensor) -> str:
     """Bools have no sum."""
     return "x!" if x.dtype == "bool" else "x^+"

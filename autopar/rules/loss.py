@@ -65,3 +65,14 @@ def _elementwise_backward(op: Op) -> Line:
     shape = op.out.shape
     dims = names(shape, "n")
     return write([aligned(t.shape, shape, dims) for t in op.inputs], [dims], linear="0", kind="loss")
+
+
+@rule("autopar.ctc_loss_v1.default")
+def _ctc(op: Op) -> Line:
+    """Samples by themselves."""
+    return Line("t! n c!, n s!, n, n -> n, n t! a!", kind="loss")
+
+
+@rule("autopar.ctc_loss_backward_v1.default")
+def _ctc_backward(op: Op) -> Line:
+    return Line("n, t! n c!, n s!, n, n, n, n t! a! -> t! n c!", linear="0", kind="loss")

@@ -283,6 +283,14 @@ def _diagonal(op: Op) -> Line:
     return write([b if backward else a], [a if backward else b], linear_in(op, "0"), "view")
 
 
+@rule("aten.diagonal_scatter.default")
+def _diagonal_scatter(op: Op) -> Line:
+    whole = op.out.shape
+    gone = {op.arg(3, "dim1", 0) % len(whole), op.arg(4, "dim2", 1) % len(whole)}
+    a = [f"x{i}!" if i in gone else x for i, x in enumerate(names(whole))]
+    return write([a, [x for i, x in enumerate(a) if i not in gone] + ["z!"]], [a], linear_in(op, "0&1"), "view")
+
+
 @rule("aten.view_as_real.default")
 def _view_as_real(op: Op) -> Line:
     dims = names(op.inputs[0].shape)

@@ -8,6 +8,7 @@ import torch
 
 from autopar.passes.local import local, operator
 from autopar.passes.local.context import Local
+from autopar.rules.factory import MADE_WHOLE
 
 
 def _dtype(ctx: Local) -> torch.dtype:
@@ -55,6 +56,12 @@ def _eye(ctx: Local, *args: Any, **kwargs: Any) -> torch.Tensor:
     if not _is_split(ctx):
         return operator(ctx.op.target)(*args, **kwargs)
     return (_indices(ctx, 0, kwargs).unsqueeze(1) == _indices(ctx, 1, kwargs)).to(_dtype(ctx))
+
+
+@local(*MADE_WHOLE)
+def _cut(ctx: Local, *args: Any, **kwargs: Any) -> torch.Tensor:
+    whole = operator(ctx.op.target)(*args, **kwargs)
+    return whole.index_select(-1, _indices(ctx, whole.dim() - 1, kwargs)) if _is_split(ctx) else whole
 
 
 @local("aten.tril.default", "aten.triu.default")

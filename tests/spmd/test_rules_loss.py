@@ -11,6 +11,7 @@ from ops import call, check, cut, run_ranks
 from recorded import Recorded, check_all, f, fails, ints, record, registered
 
 from autopar import rules
+from autopar.kernels.ctc import ctc_loss
 from autopar.mesh import Mesh
 from autopar.passes import local
 from autopar.rules.strategy import placements
@@ -64,6 +65,19 @@ def _probabilities(*shape: int) -> torch.Tensor:
     return (torch.rand(shape, dtype=torch.float64) * 0.8 + 0.1).requires_grad_()
 
 
+def _ctc(zero_infinity: bool) -> list[Recorded]:
+    """One target is longer than its time allows, where that may be: its loss is infinite."""
+    x = f(8, 12, 6).log_softmax(-1).detach().requires_grad_()
+    lengths, sizes = ints(4, 12) + 5, ints(4, 12)
+    if zero_infinity:
+        lengths[2], sizes[2] = 2, 3
+    else:
+        sizes.clamp_(max=2)
+    calls = record(TARGETS, lambda *a: ctc_loss(*a)[0], x, ints(5, 12, 3) + 1, lengths, sizes, 0, zero_infinity)
+    assert {str(c[0]) for c in calls} == {"autopar.ctc_loss_v1.default", "autopar.ctc_loss_backward_v1.default"}
+    return calls
+
+
 CASES: dict[str, Callable[[], list[Recorded]]] = {
     **{f"nll, {how}": lambda how=how: _nll(how) for how in ("none", "some", "first half", "every third", "all")},
     **{f"nll, {how}, weighted": lambda how=how: _nll(how, True) for how in ("none", "some", "first half", "every third")},
@@ -86,6 +100,7 @@ CASES: dict[str, Callable[[], list[Recorded]]] = {
         F.binary_cross_entropy_with_logits, f(12, 6), _probabilities(12, 6).detach(), weight=torch.rand(12, 1).double(),
         pos_weight=torch.rand(6).double(),
     ),
+    "ctc": lambda: _ctc(True) + _ctc(False),
     "mse, one element": _pair(F.mse_loss, f(1, 1), f(1, 1).detach()),
     "mse, no dims": _pair(F.mse_loss, f(), f().detach()),
 }  # fmt: skip

@@ -16,7 +16,7 @@ from autopar.capture_ops import captured_ops
 from autopar.kernels.attention import attention, attention_backward
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-FORWARD, BACKWARD = torch.ops.autopar.attention_v1.default, torch.ops.autopar.attention_backward_v1.default
+FORWARD, BACKWARD = torch.ops.autopar.attention_v1.default, torch.ops.autopar.attention_backward_v2.default
 SDPA = torch.ops.aten.scaled_dot_product_attention.default
 # Relative to the largest element, of the inputs' dtype against float64.
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 2e-2}
@@ -126,6 +126,37 @@ def test_a_row_hidden_by_the_lowest_number(head: int) -> None:
     leaves = (q, k, v, bias)
     for g, w in zip(torch.autograd.grad(out, leaves, grad), torch.autograd.grad(want, leaves, grad), strict=True):
         _close(g, w, torch.float64)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("case", "bias_grad"),
+    [
+        ("plain", False),
+        ("odd head size", False),
+        *((c, b) for c in ("mask", "mask, head sizes differ", "bias of heads") for b in (False, True)),
+    ],
+)
+def test_parts_of_the_keys(case: str, dtype: torch.dtype, bias_grad: bool, device: str) -> None:
+    """Backward over some of the keys, with out and lse of all: parts of dq add up, dk, dv and the bias's gradient are those of the keys."""
+    sizes, shape, is_causal, _ = CASES[case]
+    q, k, v = (to_device(t, device) for t in _qkv(*sizes, dtype=dtype))
+    bias = None if shape is None else to_device(_dead_rows(_random(*shape, seed=5)).to(dtype), device)
+    if bias is not None:
+        bias[-1, :, 1, :4] = -math.inf  # a row that sees keys of the second part alone
+    grad = to_device(_random(*q.shape[:3], sizes[-1], seed=6, dtype=dtype), device)
+    out, lse = attention(q, k, v, bias, is_causal, 0.3, None)
+    parts = []
+    for a, b in ((0, 4), (4, k.shape[2])):
+        mine = None if bias is None else bias[..., a:b]
+        parts.append(attention_backward(grad, q, k[:, :, a:b], v[:, :, a:b], out, lse, mine, is_causal, 0.3, None, bias_grad))
+    dq, *rest = (torch.stack(x).sum(0) if i == 0 else torch.cat(x, 2 if i < 3 else -1) for i, x in enumerate(zip(*parts, strict=True)))
+    leaves = [t.detach().cpu().double().requires_grad_() for t in (q, k, v, *([] if bias is None else [bias]))]
+    whole = _formulas(*leaves[:3], leaves[3] if bias is not None else None, is_causal, 0.3, None)[0]
+    want = torch.autograd.grad(whole, leaves, grad.cpu().double())
+    for g, w in zip((dq, *rest), want[: 4 if bias_grad else 3], strict=False):
+        _close(g, w, dtype)
 
 
 @pytest.mark.parametrize("device", DEVICES)

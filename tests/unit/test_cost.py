@@ -140,7 +140,7 @@ def backward_of(op: Op) -> Op:
     out, lse = op.outputs
     grads = (*(tensor(f"g.{i}", *x.shape) for i, x in enumerate((q, k, v))), tensor("g.3", 0))
     return call(
-        "autopar.attention_backward_v1.default", tensor("go", *op.out.shape), q, k, v, out, lse, op.args[3], op.args[4], 0.125, None, False,
+        "autopar.attention_backward_v2.default", tensor("go", *op.out.shape), q, k, v, out, lse, op.args[3], op.args[4], 0.125, None, False,
         out=grads, direction="backward",
     )  # fmt: skip
 
