@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Placement as DPlacement
 
 from autopar import _torch
-from autopar.agree import Facts, agreed, from_first
+from autopar.agree import Facts, agreed, from_first, highest
 from autopar.capture import Call, Captured, capture
 from autopar.cluster import Cluster
 from autopar.decide import Wish, asked, decide, following, refuse_other_mesh, setting
@@ -35,7 +35,7 @@ from autopar.inputs import InputReader
 from autopar.layout import Layout
 from autopar.lower import CompileOnce
 from autopar.machine import here
-from autopar.offload import OffloadSettings, close_store, open_new
+from autopar.offload import OffloadSettings, close_store, next_number, numbered, open_store
 from autopar.offload_wish import Offload
 from autopar.placement import Placement
 from autopar.plan import ParamChoice, Plan
@@ -121,7 +121,7 @@ class Builder:
         self.first = Layout(data=every, shard=every, name="fsdp")
         self.plan: Plan | None = None
         self.planned = self.layout is not None
-        self.once = CompileOnce() if config.backend == "inductor" else None
+        self.once = CompileOnce(self.groups.id, self.groups.ranks) if config.backend == "inductor" else None
         self.coordinates: dict[str, torch.Tensor] = {}
         self.opened = ""  # the store of activations that are away
 
@@ -266,7 +266,8 @@ class Builder:
             raise AutoparError("the plan keeps activations on local disks, and no directory is given for them", fix=fix)
         directory = None if isinstance(wish.nvme, bool) else os.fspath(wish.nvme)
         limits = [min(n, 2**62) for n in (wish.host_limit(cluster), wish.nvme_limit(cluster))]
-        self.opened = open_new(self.groups.prefix, OffloadSettings(int(limits[0]), directory, int(limits[1]) if directory else 0))
+        self.opened = numbered(self.groups.prefix, highest(self.groups, next_number(self.groups.prefix)))
+        open_store(self.opened, OffloadSettings(int(limits[0]), directory, int(limits[1]) if directory else 0))
         weakref.finalize(self, close_store, self.opened)
         return self.opened
 

@@ -27,21 +27,20 @@ LATE_S = 1800.0
 
 
 class CompileOnce:
-    """Orders compilations through the process group's store. Every rank must call `run` the same number of times."""
+    """Orders compilations of `ranks` through the process group's store. Each of them must call `run` the same number of times.
 
-    made = 0
+    name: theirs alone, the same on all of them.
+    """
 
-    def __init__(self) -> None:
-        # Modules are made in the same order on all ranks; the number keeps their keys apart.
-        self.name = f"autopar.compile.{CompileOnce.made}"
-        CompileOnce.made += 1
+    def __init__(self, name: str, ranks: list[int]) -> None:
+        self.name, self.ranks = name, ranks
         self.count = 0
 
     def run(self, work: Callable[[], T]) -> T:
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        if len(self.ranks) == 1:
             return work()
-        node, first = _node()
-        key = f"{self.name}.{node}.{self.count}"
+        node, first = _node(self.ranks)
+        key = f"{self.name}.compile.{node}.{self.count}"
         self.count += 1
         store: Any = _torch.default_store()
         if first:
@@ -95,8 +94,9 @@ def _beating(store: Any, key: str) -> Iterator[None]:
         thread.join()
 
 
-def _node() -> tuple[int, bool]:
-    """This rank's node, and whether it is the node's first rank (torchrun's LOCAL_RANK and LOCAL_WORLD_SIZE)."""
+def _node(ranks: list[int]) -> tuple[int, bool]:
+    """The first of `ranks` on this rank's node, and whether that is this one (torchrun's LOCAL_RANK and LOCAL_WORLD_SIZE)."""
     rank = dist.get_rank()
-    local = int(os.environ.get("LOCAL_RANK", rank))
-    return rank - local, local == 0
+    start = rank - int(os.environ.get("LOCAL_RANK", rank))
+    first = min(r for r in ranks if start <= r <= rank)
+    return first, first == rank

@@ -7,7 +7,6 @@ whose collective failed looks there.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterator
 
 import torch.distributed as dist
@@ -23,13 +22,10 @@ class RankError(AutoparError):
     """Another rank failed in this step."""
 
 
-_begun: Counter[str] = Counter()
-
-
 def begin(groups: Groups) -> int:
-    """The number of a step, the same on all ranks of a mesh, whichever of its modules steps."""
-    _begun[groups.prefix] += 1
-    return _begun[groups.prefix]
+    """The number of a step, the same on all ranks of a mesh: each module has groups of its own."""
+    groups.steps += 1
+    return groups.steps
 
 
 @contextlib.contextmanager
@@ -38,7 +34,8 @@ def shared(groups: Groups, step: int) -> Iterator[None]:
     if len(groups.ranks) == 1:
         yield
         return
-    key = f"{groups.prefix}.failed.{step}"
+    groups.bind()
+    key = f"{groups.id}.failed.{step}"
     try:
         yield
     except Exception as e:

@@ -74,6 +74,7 @@ class ParallelModule(nn.Module):
         return self._pack(step, outputs)
 
     def _step_for(self, call: Call, grad: bool) -> Step:
+        self._builder.groups.bind()
         autocast = torch.get_autocast_dtype(self._builder.device.type) if torch.is_autocast_enabled(self._builder.device.type) else None
         shapes = self._reader.global_shapes(call)
         key = (self.training, grad, autocast, call.spec, _hashable(call.constants), shapes, tuple(t.requires_grad for t in call.tensors))
