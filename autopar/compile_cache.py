@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from autopar import _torch
+from autopar import _torch, presence
 from autopar.errors import AutoparError
 
 T = TypeVar("T")
@@ -39,8 +39,8 @@ class CompileOnce:
     def run(self, work: Callable[[], T]) -> T:
         if len(self.ranks) == 1:
             return work()
-        node, first = _node(self.ranks)
-        key = f"{self.name}.compile.{node}.{self.count}"
+        compiler, first = _node(self.ranks)
+        key = f"{self.name}.compile.{compiler}.{self.count}"
         self.count += 1
         store: Any = _torch.default_store()
         if first:
@@ -52,7 +52,7 @@ class CompileOnce:
                     raise
                 store.set(key, "")
             return result
-        problem = _wait(store, key)
+        problem = _wait(store, key, lambda: bool(presence.ended_ranks([compiler])))
         if problem:
             raise AutoparError(
                 f"compiling failed on the first rank of this node: {problem}", fix='see its traceback, or use backend="aot_eager"'
@@ -60,20 +60,35 @@ class CompileOnce:
         return work()
 
 
-def _wait(store: Any, key: str) -> str:
-    """What the first rank reports: "" when it is done, or what went wrong."""
-    beats, heard = -1, time.monotonic()
+def _wait(store: Any, key: str, has_ended: Callable[[], bool] = lambda: False) -> str:
+    """What the first rank reports: "" when it is done, or what went wrong. has_ended: whether that rank is known to be gone."""
+    beats, heard, gone = -1, time.monotonic(), False
+    while True:
+        # The store of a host that is stopped does not even answer too late.
+        said = presence.within(SILENCE_S, lambda: _look(store, key))
+        if said is None:
+            return f"the process group's store has not answered for {SILENCE_S:.0f} s"
+        problem, now = said
+        if problem is not None:
+            return problem
+        if gone:
+            return "its process has ended"
+        gone = has_ended()  # what it may have said until then is read once more
+        if now != beats:
+            beats, heard = now, time.monotonic()
+        elif time.monotonic() - heard > (limit_s := SILENCE_S if beats else LATE_S):
+            return f"it has given no sign of life for {limit_s:.0f} s"
+        time.sleep(0.1)
+
+
+def _look(store: Any, key: str) -> tuple[str | None, int]:
+    """What the first rank reports, if it has, and how often its heart has beaten."""
     try:
-        while not store.check([key]):
-            now = store.add(f"{key}.alive", 0)
-            if now != beats:
-                beats, heard = now, time.monotonic()
-            elif time.monotonic() - heard > (limit_s := SILENCE_S if beats else LATE_S):
-                return f"it has given no sign of life for {limit_s:.0f} s"
-            time.sleep(0.1)
-        return store.get(key).decode()
+        if store.check([key]):
+            return store.get(key).decode(), 0
+        return None, store.add(f"{key}.alive", 0)
     except dist.DistError as e:
-        return f"the process group's store cannot be reached ({e})"
+        return f"the process group's store cannot be reached ({e})", 0
 
 
 @contextmanager

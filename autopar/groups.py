@@ -12,7 +12,7 @@ import uuid
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar import _torch
+from autopar import _torch, presence
 from autopar.errors import MeshError
 from autopar.mesh import Mesh
 from autopar.passes.shard import group_name
@@ -40,17 +40,23 @@ class Groups:
 
     @property
     def id(self) -> str:
-        """Of these groups alone, in all of the job's time, the same on every rank of the mesh; agreed on at first use (collective)."""
-        if not self._id:
-            said = [(dist.get_rank() if dist.is_initialized() else 0, uuid.uuid4().hex[:16])]
-            for axis in range(self.device_mesh.ndim):
-                if self.device_mesh.size(axis) > 1:
-                    group = self.device_mesh.get_group(axis)
-                    parts: list[list[tuple[int, str]]] = [[] for _ in range(self.device_mesh.size(axis))]
-                    dist.all_gather_object(parts, said, group=group)
-                    said = [one for part in parts for one in part]
-            self._id = f"{self.prefix}.{dict(said)[self.ranks[0]]}"
+        """Of these groups alone, in all of the job's time, the same on every rank of the mesh."""
+        self.meet()
         return self._id
+
+    def meet(self) -> None:
+        """Ranks tell each other who they are, and agree on the id. Collective on first use."""
+        if self._id:
+            return
+        said = [(presence.this_process(), uuid.uuid4().hex[:16])]
+        for axis in range(self.device_mesh.ndim):
+            if self.device_mesh.size(axis) > 1:
+                parts: list[list[tuple[presence.Process, str]]] = [[] for _ in range(self.device_mesh.size(axis))]
+                dist.all_gather_object(parts, said, group=self.device_mesh.get_group(axis))
+                said = [one for part in parts for one in part]
+        presence.know(process for process, _ in said)
+        drawn = next(text for process, text in said if process.rank == self.ranks[0])
+        self._id = f"{self.prefix}.{drawn}"
 
     @property
     def rank(self) -> int:
