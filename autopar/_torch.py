@@ -564,8 +564,8 @@ _INDEX_NAMES = {
 }  # fmt: skip
 
 
-def restricted_reader(folder: Any) -> Any:
-    """A DCP reader whose index may hold only tensors' records in DCP's plain types: opening it, and reading what it lists, runs nothing
+def restricted_reader(place: Any) -> Any:
+    """A DCP reader of a folder (a Path) or URL whose index may hold only tensors' records in DCP's plain types: opening it, and reading what it lists, runs nothing
     that the files say."""
     import io
     import pickle
@@ -580,9 +580,13 @@ def restricted_reader(folder: Any) -> Any:
                 return super().find_class(module, name)
             raise pickle.UnpicklingError(f"the checkpoint's index names {module}.{name}, which is no record of a checkpoint")
 
-    class Reader(FileSystemReader):
+    kind: Any = FileSystemReader
+    if isinstance(place, str):
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader as kind
+
+    class Reader(kind):  # type: ignore[misc]
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            with self.fs.create_stream(self.path / ".metadata", "rb") as f:
+            with self.fs.create_stream(self.fs.concat_path(self.path, ".metadata"), "rb") as f:
                 metadata = Unpickler(io.BytesIO(f.read())).load()
             if not isinstance(metadata, Metadata):
                 raise pickle.UnpicklingError("the checkpoint's index is none")
@@ -593,7 +597,7 @@ def restricted_reader(folder: Any) -> Any:
             metadata.storage_meta.load_id = self.load_id
             return metadata
 
-    return Reader(str(folder))
+    return Reader(place)
 
 
 def draws_random(n: fx.Node) -> bool:

@@ -95,6 +95,8 @@ _of: list[Any] = [None]  # the default group under which they have their ranks
 
 def know(processes: Iterable[Process]) -> None:
     """Ranks have told each other who they are. What this one wrote when it lost somebody in an earlier life of the store is taken back."""
+    if not dist.is_initialized():
+        return
     if _of[0] is not dist.group.WORLD:
         _known.clear()
         _of[0] = dist.group.WORLD

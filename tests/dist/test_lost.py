@@ -157,6 +157,13 @@ def test_a_killed_rank(phase: str) -> None:
     assert said == {"phase": phase, "collective": COLLECTIVES[phase], "ended": (victim,), "silent": ()}, text
 
 
+@pytest.mark.parametrize("phase", ["checkpoint save", "checkpoint load"])
+def test_a_rank_killed_in_a_checkpoint(phase: str) -> None:
+    ((_, (text, said)),) = lose(2, phase, 1, "killed").items()
+    assert text.startswith(f"LostRankError: rank 1 ended during {phase}\n"), text
+    assert said["collective"] and said["ended"] == (1,), text
+
+
 def test_a_rank_that_stops() -> None:
     """One of three; the two others say the same at their timeout."""
     phase = "gradient reduction"
