@@ -110,8 +110,8 @@ def lost(e: BaseException, phase: str, ranks: Sequence[int], finer: Callable[[Co
     if m.ended:
         what = f"{_ranks(m.ended)} ended during {phase}"
         fix = f"see what ended {'it' if len(m.ended) == 1 else 'them'} (its log; the system's, where memory ran out), and {restart}"
-        if not m.store and len(m.ended) > 1:
-            what += ", some perhaps because of the others: the job's store, which would say, does not answer"
+        if not m.store:
+            what += ", perhaps because of others: the job's store, which would say, does not answer"
     elif m.silent and m.store:
         what = f"{_ranks(m.silent)} did not answer during {phase}" + ("" if late else ", and a connection broke")
         fix = f"see what that rank is doing, or whether its machine is there; if it was only slow, pass a longer timeout= to init_process_group; {restart}"

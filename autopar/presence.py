@@ -26,7 +26,7 @@ from autopar import _torch
 T = TypeVar("T")
 STORE_S = 3.0  # how long an answer of the store is waited for
 GRACE_S = 5.0  # how long ranks have to say that they are there
-ALONE_S = 1.0  # how long the system is asked where the store does not answer
+ALONE_S = 1.0  # how long a rank waits with its error where the store does not answer
 SETTLE_S = 0.3  # after the first that ended: others may have ended with it
 PAUSE_S = 0.05
 
@@ -148,16 +148,28 @@ def missing(ranks: Sequence[int], where: str) -> Missing:
     def heard(store: Any) -> list[int]:
         return [r for r in others if store.check([_key(r)])]
 
+    # Where the store does not answer, only those count that ended before others can have been told of the loss: these wait longer.
+    early: tuple[int, ...] = ()
+    begun = time.monotonic()
+    while not early and time.monotonic() < begun + SETTLE_S:
+        time.sleep(PAUSE_S)
+        early = tuple(ended_ranks(others))
     answers = asked(write) is not None
-    end, found = time.monotonic() + (GRACE_S if answers else ALONE_S), False
-    while True:
+    end, found = time.monotonic() + GRACE_S, False
+    while answers and time.monotonic() < end:
         ended = ended_ranks(others)  # before the store is read: who ends of a loss has written so first
-        wrote = asked(heard) if answers else None
-        answers = wrote is not None  # one that is gone does not come back
-        gone = tuple(r for r in ended if r not in (wrote or ()))
-        silent = tuple(r for r in others if r not in ended and r not in (wrote or ()))
+        wrote = asked(heard)
+        if wrote is None:  # one that is gone does not come back
+            answers = False
+            break
+        gone = tuple(r for r in ended if r not in wrote)
+        silent = tuple(r for r in others if r not in ended and r not in wrote)
+        if not gone and not silent:
+            break
         if gone and not found:
             end, found = min(end, time.monotonic() + SETTLE_S), True
-        if time.monotonic() > end or not (gone or silent):
-            return Missing(gone, silent, answers)
         time.sleep(PAUSE_S)
+    if answers:
+        return Missing(gone, silent, True)
+    time.sleep(ALONE_S)
+    return Missing(early, tuple(r for r in others if r not in early), False)
