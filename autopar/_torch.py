@@ -9,7 +9,6 @@ import importlib
 import itertools
 import operator
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -419,11 +418,41 @@ getitem = operator.getitem
 
 
 def alias_process_group(name: str, group: Any) -> None:
-    """Makes `group` known to functional collectives under `name` too, so that graphs have the same text on every rank."""
-    from torch._C._distributed_c10d import _register_process_group
+    """Makes `group` known to functional collectives under `name` too, so that graphs have the same text on every rank; a group that had the name loses it."""
+    from torch._C._distributed_c10d import _register_process_group, _resolve_process_group, _unregister_process_group
 
-    with contextlib.suppress(RuntimeError):  # already registered: by an earlier model on the same mesh
-        _register_process_group(name, group)
+    with contextlib.suppress(RuntimeError):  # nobody has the name, or one that is gone
+        if _resolve_process_group(name) is group:
+            return
+    _unregister_process_group(name)
+    _register_process_group(name, group)
+
+
+def is_open(group: Any) -> bool:
+    """Whether `group` of torch's was not destroyed yet."""
+    from torch.distributed.distributed_c10d import _world
+
+    return group in _world.pg_map
+
+
+def new_group(ranks: list[int], name: str, timeout: Any) -> Any:
+    """A group of `ranks`, this process among them, under a name that no other group of the job has; collective over `ranks` alone.
+
+    torch.distributed.new_group wants all processes of the job, and takes names from counters of each process: those of two halves of a job
+    that make groups by themselves would be the same names in one store.
+    """
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_timeout, _new_process_group_helper, _world
+
+    backend, store = _world.pg_map[dist.group.WORLD]
+    backend = dist.Backend(backend)
+    timeout = _get_default_timeout(backend) if timeout is None else timeout
+    device = dist.group.WORLD.bound_device_id  # type: ignore[union-attr]
+    made, _ = _new_process_group_helper(
+        len(ranks), ranks.index(dist.get_rank()), ranks, backend, store, name, timeout=timeout, device_id=device
+    )
+    _world.pg_group_ranks[made] = {r: i for i, r in enumerate(ranks)}
+    return made
 
 
 def process_group(name: str) -> Any:
@@ -434,11 +463,12 @@ def process_group(name: str) -> Any:
 
 
 _orderly: dict[str, tuple[Any, Any]] = {}  # by name: the default group it was made under, and the group
-_orderly_made: Counter[str] = Counter()
 
 
-def orderly(name: str, group: Any) -> Any:
+def orderly(name: str, group: Any, fresh: str) -> Any:
     """`group`, or, where gloo carries it, a group of the same ranks whose collectives run one after another; collective over the ranks on first use of `name`.
+
+    fresh: a text that the ranks agreed on and that was in no key of the store before.
 
     gloo runs two collectives of a group at a time, and both of its threads note what they ended in one string, without a lock
     (ProcessGroupGloo::runLoop; torch 2.13): after long enough with several all-gathers on their way the heap is damaged ("malloc(): unaligned tcache chunk
@@ -454,14 +484,15 @@ def orderly(name: str, group: Any) -> Any:
     under, made = _orderly.get(name, (None, None))
     if under is dist.group.WORLD:
         return made
-    _orderly_made[name] += 1
+    for old in [n for n, (world, _) in _orderly.items() if world is not dist.group.WORLD]:
+        del _orderly[old]
     if not _orderly:
         atexit.register(_orderly.clear)  # its threads end while Python still runs
     options = gloo._Options()
     options._devices, options._threads, options._timeout = [gloo.create_default_device()], 1, theirs.options._timeout
     ranks = dist.get_process_group_ranks(group)
-    # A name may come again after the default group was destroyed and made anew: on all ranks alike.
-    store = PrefixStore(f"{name}/{'.'.join(map(str, ranks))}/{_orderly_made[name]}", default_store())
+    # A name may come again after the default group was destroyed and made anew, perhaps in the same store.
+    store = PrefixStore(f"{name}/{'.'.join(map(str, ranks))}/{fresh}", default_store())
     rank, size = ranks.index(dist.get_rank()), len(ranks)
     mine = ProcessGroup(store, rank, size)
     backend = gloo(store, rank, size, options)
@@ -675,8 +706,8 @@ _INDEX_NAMES = {
 }  # fmt: skip
 
 
-def restricted_reader(folder: Any) -> Any:
-    """A DCP reader whose index may hold only tensors' records in DCP's plain types: opening it, and reading what it lists, runs nothing
+def restricted_reader(place: Any) -> Any:
+    """A DCP reader of a folder (a Path) or URL whose index may hold only tensors' records in DCP's plain types: opening it, and reading what it lists, runs nothing
     that the files say."""
     import io
     import pickle
@@ -691,9 +722,13 @@ def restricted_reader(folder: Any) -> Any:
                 return super().find_class(module, name)
             raise pickle.UnpicklingError(f"the checkpoint's index names {module}.{name}, which is no record of a checkpoint")
 
-    class Reader(FileSystemReader):
+    kind: Any = FileSystemReader
+    if isinstance(place, str):
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader as kind
+
+    class Reader(kind):  # type: ignore[misc]
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            with self.fs.create_stream(self.path / ".metadata", "rb") as f:
+            with self.fs.create_stream(self.fs.concat_path(self.path, ".metadata"), "rb") as f:
                 metadata = Unpickler(io.BytesIO(f.read())).load()
             if not isinstance(metadata, Metadata):
                 raise pickle.UnpicklingError("the checkpoint's index is none")
@@ -704,7 +739,7 @@ def restricted_reader(folder: Any) -> Any:
             metadata.storage_meta.load_id = self.load_id
             return metadata
 
-    return Reader(str(folder))
+    return Reader(place)
 
 
 def draws_random(n: fx.Node) -> bool:

@@ -68,6 +68,11 @@ def from_first(groups: Groups, work: Callable[[], str]) -> str:
     return str(said[0])
 
 
+def highest(groups: Groups, mine: int) -> int:
+    """The highest of what the ranks pass. Collective."""
+    return mine if len(groups.ranks) == 1 else max(_gather(groups, mine))
+
+
 # ---- errors that travel ------------------------------------------------------------------------------------------
 
 

@@ -21,12 +21,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Placement as DPlacement
 
 from autopar import _torch
-from autopar.agree import Facts, agreed, from_first
+from autopar.agree import Facts, agreed, from_first, highest
 from autopar.capture import Call, Captured, capture
 from autopar.cluster import Cluster
 from autopar.decide import Wish, asked, decide, following, refuse_other_mesh, setting
 from autopar.describe import describe
 from autopar.errors import AutoparError, CaptureError
+from autopar.failures import during
 from autopar.formulate.stretches import stretch_of
 from autopar.graph import Graph, Tensor
 from autopar.groups import Groups
@@ -35,7 +36,7 @@ from autopar.inputs import InputReader
 from autopar.layout import Layout
 from autopar.lower import CompileOnce
 from autopar.machine import here
-from autopar.offload import OffloadSettings, close_store, open_new
+from autopar.offload import OffloadSettings, close_store, next_number, numbered, open_store
 from autopar.offload_wish import Offload
 from autopar.placement import Placement
 from autopar.plan import ParamChoice, Plan
@@ -113,7 +114,9 @@ class Builder:
         every = tuple(a.name for a in self.mesh.axes if a.size > 1)
         kind = device_mesh.device_type
         self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-        self.layout, self.cluster = agreed(self.groups, self.arguments)
+        with during("compile", self.groups.ranks):
+            self.groups.meet()
+            self.layout, self.cluster = agreed(self.groups, self.arguments)
         given = config.wish.plan
         # Of a hand layout, of the given plan, or of a plan yet to be made: that one takes local inputs as they come.
         split = self.layout.data if self.layout else given.data_axes if given else every
@@ -121,7 +124,7 @@ class Builder:
         self.first = Layout(data=every, shard=every, name="fsdp")
         self.plan: Plan | None = None
         self.planned = self.layout is not None
-        self.once = CompileOnce() if config.backend == "inductor" else None
+        self.once = CompileOnce(self.groups.id, self.groups.ranks) if config.backend == "inductor" else None
         self.coordinates: dict[str, torch.Tensor] = {}
         self.opened = ""  # the store of activations that are away
 
@@ -167,10 +170,11 @@ class Builder:
             return dtensor_placements(choice.storage, self.mesh)
 
         # No list of them: it would keep every whole parameter alive while they are cut one by one.
-        if any(t.is_meta for t in itertools.chain(self.model.parameters(), self.model.buffers())):
-            materialize(self.model, self.device_mesh, placements, torch.initial_seed(), self.device)
-        else:
-            distribute(self.model, self.device_mesh, placements)
+        with during("compile: parameters being spread", self.groups.ranks):
+            if any(t.is_meta for t in itertools.chain(self.model.parameters(), self.model.buffers())):
+                materialize(self.model, self.device_mesh, placements, torch.initial_seed(), self.device)
+            else:
+                distribute(self.model, self.device_mesh, placements)
         if self.device.type != "cpu":
             for m in self.model.modules():
                 for n, b in m._buffers.items():
@@ -219,21 +223,26 @@ class Builder:
             # A plan names operators, so their names must be the same as well.
             return (captured, graph, folded), {"the program": program, "its operators": "\n".join(o.name for o in graph.ops)}
 
-        captured, graph, folded = agreed(self.groups, captured_here)
+        ranks = self.groups.ranks
+        with during("capture", ranks):
+            captured, graph, folded = agreed(self.groups, captured_here)
         params = dict(self.model.named_parameters(remove_duplicate=False))
         stored = {n: params[n].dtype for n in graph.params}
         trainable = frozenset(n for n in graph.params if params[n].requires_grad)
         fixed = self.plan.params if self.plan and self.planned else {}
         decides = not self.planned and any(o.direction == "backward" for o in graph.ops)
         if decides:
-            plan = self.decide(folded, stored, trainable)
+            with during("planning", ranks):
+                plan = self.decide(folded, stored, trainable)
         else:
             plan = propagate(graph, self.layout or self.following, self.groups.axes, trainable, fixed)
-        self.settle({n: c for n, c in plan.params.items() if n not in fixed})
-        settings = Settings(
-            self.device, stored, config.precision.reduce, config.backend, self.once, self.store(plan), stretch_of(graph, folded.stacks)
-        )
-        step = Step(captured, graph, plan, self.groups, settings)
+        with during("compile: parameters moving to where the plan has them", ranks):
+            self.settle({n: c for n, c in plan.params.items() if n not in fixed})
+        with during("compile", ranks):
+            settings = Settings(
+                self.device, stored, config.precision.reduce, config.backend, self.once, self.store(plan), stretch_of(graph, folded.stacks)
+            )
+            step = Step(captured, graph, plan, self.groups, settings)
         if decides or self.plan is None or (self.layout is not None and grad and not self.plan.collectives):
             self.plan = step.plan.answering_as(plan)
         else:
@@ -266,7 +275,8 @@ class Builder:
             raise AutoparError("the plan keeps activations on local disks, and no directory is given for them", fix=fix)
         directory = None if isinstance(wish.nvme, bool) else os.fspath(wish.nvme)
         limits = [min(n, 2**62) for n in (wish.host_limit(cluster), wish.nvme_limit(cluster))]
-        self.opened = open_new(self.groups.prefix, OffloadSettings(int(limits[0]), directory, int(limits[1]) if directory else 0))
+        self.opened = numbered(self.groups.prefix, highest(self.groups, next_number(self.groups.prefix)))
+        open_store(self.opened, OffloadSettings(int(limits[0]), directory, int(limits[1]) if directory else 0))
         weakref.finalize(self, close_store, self.opened)
         return self.opened
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from autopar import _torch
+from autopar import _torch, presence
 from autopar.errors import AutoparError
 
 T = TypeVar("T")
@@ -27,21 +27,20 @@ LATE_S = 1800.0
 
 
 class CompileOnce:
-    """Orders compilations through the process group's store. Every rank must call `run` the same number of times."""
+    """Orders compilations of `ranks` through the process group's store. Each of them must call `run` the same number of times.
 
-    made = 0
+    name: theirs alone, the same on all of them.
+    """
 
-    def __init__(self) -> None:
-        # Modules are made in the same order on all ranks; the number keeps their keys apart.
-        self.name = f"autopar.compile.{CompileOnce.made}"
-        CompileOnce.made += 1
+    def __init__(self, name: str, ranks: list[int]) -> None:
+        self.name, self.ranks = name, ranks
         self.count = 0
 
     def run(self, work: Callable[[], T]) -> T:
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        if len(self.ranks) == 1:
             return work()
-        node, first = _node()
-        key = f"{self.name}.{node}.{self.count}"
+        compiler, first = _node(self.ranks)
+        key = f"{self.name}.compile.{compiler}.{self.count}"
         self.count += 1
         store: Any = _torch.default_store()
         if first:
@@ -53,7 +52,7 @@ class CompileOnce:
                     raise
                 store.set(key, "")
             return result
-        problem = _wait(store, key)
+        problem = _wait(store, key, lambda: bool(presence.ended_ranks([compiler])))
         if problem:
             raise AutoparError(
                 f"compiling failed on the first rank of this node: {problem}", fix='see its traceback, or use backend="aot_eager"'
@@ -61,20 +60,35 @@ class CompileOnce:
         return work()
 
 
-def _wait(store: Any, key: str) -> str:
-    """What the first rank reports: "" when it is done, or what went wrong."""
-    beats, heard = -1, time.monotonic()
+def _wait(store: Any, key: str, has_ended: Callable[[], bool] = lambda: False) -> str:
+    """What the first rank reports: "" when it is done, or what went wrong. has_ended: whether that rank is known to be gone."""
+    beats, heard, gone = -1, time.monotonic(), False
+    while True:
+        # The store of a host that is stopped does not even answer too late.
+        said = presence.within(SILENCE_S, lambda: _look(store, key))
+        if said is None:
+            return f"the process group's store has not answered for {SILENCE_S:.0f} s"
+        problem, now = said
+        if problem is not None:
+            return problem
+        if gone:
+            return "its process has ended"
+        gone = has_ended()  # what it may have said until then is read once more
+        if now != beats:
+            beats, heard = now, time.monotonic()
+        elif time.monotonic() - heard > (limit_s := SILENCE_S if beats else LATE_S):
+            return f"it has given no sign of life for {limit_s:.0f} s"
+        time.sleep(0.1)
+
+
+def _look(store: Any, key: str) -> tuple[str | None, int]:
+    """What the first rank reports, if it has, and how often its heart has beaten."""
     try:
-        while not store.check([key]):
-            now = store.add(f"{key}.alive", 0)
-            if now != beats:
-                beats, heard = now, time.monotonic()
-            elif time.monotonic() - heard > (limit_s := SILENCE_S if beats else LATE_S):
-                return f"it has given no sign of life for {limit_s:.0f} s"
-            time.sleep(0.1)
-        return store.get(key).decode()
+        if store.check([key]):
+            return store.get(key).decode(), 0
+        return None, store.add(f"{key}.alive", 0)
     except dist.DistError as e:
-        return f"the process group's store cannot be reached ({e})"
+        return f"the process group's store cannot be reached ({e})", 0
 
 
 @contextmanager
@@ -95,8 +109,9 @@ def _beating(store: Any, key: str) -> Iterator[None]:
         thread.join()
 
 
-def _node() -> tuple[int, bool]:
-    """This rank's node, and whether it is the node's first rank (torchrun's LOCAL_RANK and LOCAL_WORLD_SIZE)."""
+def _node(ranks: list[int]) -> tuple[int, bool]:
+    """The first of `ranks` on this rank's node, and whether that is this one (torchrun's LOCAL_RANK and LOCAL_WORLD_SIZE)."""
     rank = dist.get_rank()
-    local = int(os.environ.get("LOCAL_RANK", rank))
-    return rank - local, local == 0
+    start = rank - int(os.environ.get("LOCAL_RANK", rank))
+    first = min(r for r in ranks if start <= r <= rank)
+    return first, first == rank

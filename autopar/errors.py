@@ -42,3 +42,25 @@ class CheckpointError(AutoparError):
 
 class OptimizerError(AutoparError):
     """The optimizer in use is not the one the plan was made for."""
+
+
+class LostRankError(AutoparError):
+    """Another rank ended, or does not answer, so that what ranks do together cannot go on.
+
+    phase: what was going on; collective: which one failed, "" where it is not known; ended, silent: the ranks that are known to be gone, and those
+    that did not answer.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str = "",
+        fix: str = "",
+        phase: str = "",
+        collective: str = "",
+        ended: tuple[int, ...] = (),
+        silent: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.phase, self.collective, self.ended, self.silent = phase, collective, ended, silent

@@ -21,7 +21,7 @@ from autopar import _torch
 from autopar.build import Builder, Config, no_plan
 from autopar.capture import LOSS, Call, Role, off_cache
 from autopar.errors import AutoparError
-from autopar.failures import begin, shared
+from autopar.failures import begin, during, shared
 from autopar.gradients import GradSync
 from autopar.memory_format import order_of
 from autopar.optimizers import watch
@@ -63,7 +63,8 @@ class ParallelModule(nn.Module):
         call = Call.of(args, kwargs)
         grad = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
         step = self._step_for(call, grad)
-        values = self._values(step, call)
+        with during("forward: local inputs", self._builder.groups.ranks):
+            values = self._values(step, call)
         diff = [p for p in self.parameters() if p.requires_grad] if grad and step.has_backward else []
         extra = [t for t in call.tensors if t.requires_grad] if grad else []
         run = _Run(self, step, values, [n for n, p in self.named_parameters() if p.requires_grad], call)
@@ -75,6 +76,7 @@ class ParallelModule(nn.Module):
         return self._pack(step, outputs)
 
     def _step_for(self, call: Call, grad: bool) -> Step:
+        self._builder.groups.bind()
         autocast = torch.get_autocast_dtype(self._builder.device.type) if torch.is_autocast_enabled(self._builder.device.type) else None
         shapes = self._reader.global_shapes(call)
         key = (
@@ -87,14 +89,16 @@ class ParallelModule(nn.Module):
             tuple((t.requires_grad, order_of(t)) for t in call.tensors),
         )
         if key not in self._steps:
-            self._reader.check_same(call, force=True)
+            with during("comparing the batches of the ranks", self._builder.groups.ranks):
+                self._reader.check_same(call, force=True)
             was_planned = self._builder.planned
             step = self._builder.build(call, shapes, grad, autocast)
             if self._builder.planned and not was_planned:
                 self._steps.clear()  # made for parameters that lay elsewhere
             self._steps[key] = step
         else:
-            self._reader.check_same(call)
+            with during("comparing the batches of the ranks", self._builder.groups.ranks):
+                self._reader.check_same(call)
         return self._steps[key]
 
     def _values(self, step: Step, call: Call) -> dict[Role, torch.Tensor]:
@@ -241,7 +245,7 @@ class _Run:
         self.number = begin(module._builder.groups)
 
     def forward(self) -> tuple[torch.Tensor | None, ...]:
-        with shared(self.module._builder.groups, self.number):
+        with shared(self.module._builder.groups, self.number, "forward"):
             results, self.saved = self.step.forward(self.values)
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
         outputs: list[torch.Tensor | None] = []
@@ -287,19 +291,22 @@ class _Apply(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()  # so that each can be freed at its last use
         saved, values = tensors[: ctx.n_saved], dict(zip(ctx.roles, tensors[ctx.n_saved :], strict=True))
         del tensors
-        for role in step.base.backward_inputs:
-            if role.kind == "tangent":
-                values[role] = module._builder.tangent(grads[role.index], step, role.index)
-        with shared(module._builder.groups, run.number):
+        groups = module._builder.groups
+        with during("backward: gradients of outputs", groups.ranks):
+            for role in step.base.backward_inputs:
+                if role.kind == "tangent":
+                    values[role] = module._builder.tangent(grads[role.index], step, role.index)
+        with shared(groups, run.number, "backward", lambda c: "gradient reduction" if step.reduces_gradients(c) else ""):
             params = module._sync.reduce(step, saved, values, run.sync)
         out: list[torch.Tensor | None] = []
         for name in run.diff[: ctx.n_params]:
             local = params.get(Role("grad", name))
             out.append(None if local is None else module._builder.gradient(name, local, step.plan))
-        for i, t in enumerate(run.call.tensors):
-            if t.requires_grad:
-                local = params.get(Role("input_grad", "", i))
-                out.append(None if local is None else module._reader.returned(t, local, step.plan.inputs[i]))
+        with during("backward: gradients of inputs", groups.ranks):
+            for i, t in enumerate(run.call.tensors):
+                if t.requires_grad:
+                    local = params.get(Role("input_grad", "", i))
+                    out.append(None if local is None else module._reader.returned(t, local, step.plan.inputs[i]))
         return None, None, *out
 
 

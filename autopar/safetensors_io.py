@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from autopar import _torch
 from autopar.checkpoint import some, together
 from autopar.errors import CheckpointError
+from autopar.failures import during
 from autopar.owned import local_box
 
 INDEX = "model.safetensors.index.json"
@@ -85,16 +86,17 @@ def save_safetensors(model: nn.Module, folder: str | os.PathLike[str], max_shard
             names = {n: file for file, part in zip(file_names, files, strict=True) for n in part}
             (out / INDEX).write_text(json.dumps({"metadata": {"total_size": sum(size_bytes.values())}, "weight_map": names}, indent=2))
 
-    together(clear, out)
-    for file, names in zip(file_names, files, strict=True):
-        whole = {}
-        for n in names:
-            t = tensors[n].detach()
-            t = t.full_tensor() if isinstance(t, DTensor) else t
-            if writes:
-                whole[n] = t.cpu().contiguous()
-        together(lambda file=file, whole=whole: write(file, whole), out)
-    together(index, out)
+    with during("writing safetensors"):
+        together(clear, out)
+        for file, names in zip(file_names, files, strict=True):
+            whole = {}
+            for n in names:
+                t = tensors[n].detach()
+                t = t.full_tensor() if isinstance(t, DTensor) else t
+                if writes:
+                    whole[n] = t.cpu().contiguous()
+            together(lambda file=file, whole=whole: write(file, whole), out)
+        together(index, out)
 
 
 def _aliases(model: nn.Module) -> dict[int, list[str]]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from autopar.capture import Captured, Role
+from autopar.failures import Collective
 from autopar.graph import Graph
 from autopar.groups import Groups
 from autopar.lower import CompileOnce, Lowered, lower
@@ -20,6 +21,7 @@ from autopar.memory_format import with_strides
 from autopar.passes.manager import joint_passes, overlap, run_passes
 from autopar.passes.offload import offload
 from autopar.passes.partition import Parts, partition
+from autopar.passes.reductions import only_gradients
 from autopar.passes.shard import Options, group_names, shard
 from autopar.plan import CollectiveUse, Plan
 
@@ -95,6 +97,11 @@ class Step:
             assert parts.saved == self.base.saved, "variants of backward must read the same saved values"
             self.backwards[key] = (parts, self.lower(parts.backward, self.saved_strides, True))
         return self.backwards[key]
+
+    def reduces_gradients(self, collective: Collective) -> bool:
+        """Whether this collective of a backward pass belongs to no activation, but reduces a gradient."""
+        graphs = [parts.backward for parts, _ in self.backwards.values() if parts.backward is not None]
+        return any(only_gradients(gm, collective.kind, collective.group, collective.result) for gm in graphs)
 
     def forward(self, values: Mapping[Role, torch.Tensor]) -> tuple[list[tuple[Role, torch.Tensor | None]], list[torch.Tensor]]:
         """values: a local tensor for every graph input's role."""

@@ -7,7 +7,18 @@ is the plan's.
 from autopar.offload import ops
 from autopar.offload.errors import OffloadError
 from autopar.offload.medium import Counters
-from autopar.offload.registry import close_store, find_store, open_new, open_store
+from autopar.offload.registry import close_store, find_store, next_number, numbered, open_store
 from autopar.offload.store import OffloadSettings, Store
 
-__all__ = ["Counters", "OffloadError", "OffloadSettings", "Store", "close_store", "find_store", "open_new", "open_store", "ops"]
+__all__ = [
+    "Counters",
+    "OffloadError",
+    "OffloadSettings",
+    "Store",
+    "close_store",
+    "find_store",
+    "next_number",
+    "numbered",
+    "open_store",
+    "ops",
+]

@@ -7,7 +7,6 @@ name is the same on every rank: graphs have one text on all of them.
 from __future__ import annotations
 
 import atexit
-import itertools
 
 from autopar.offload.errors import OffloadError
 from autopar.offload.files import NamelessFile, Opener
@@ -23,11 +22,14 @@ def open_store(name: str, settings: OffloadSettings, open_file: Opener = Nameles
     return _STORES[name]
 
 
-def open_new(prefix: str, settings: OffloadSettings) -> str:
-    """Opens a store under the first free name that begins with `prefix`, and returns it: the same on all ranks that open theirs in one order."""
-    name = next(n for i in itertools.count() if (n := f"{prefix}-{i}".replace(".", "-")) not in _STORES)
-    open_store(name, settings)
-    return name
+def next_number(prefix: str) -> int:
+    """One more than the highest number under which a store is open in this process (`numbered`); ranks that share a name take the highest of theirs."""
+    start = numbered(prefix, 0)[:-1]
+    return 1 + max((int(n[len(start) :]) for n in _STORES if n.startswith(start) and n[len(start) :].isdigit()), default=-1)
+
+
+def numbered(prefix: str, number: int) -> str:
+    return f"{prefix}-{number}".replace(".", "-")
 
 
 def find_store(name: str) -> Store:

@@ -185,11 +185,16 @@ def test_byte_for_byte_on_other_meshes(tmp_path: Path) -> None:
 # ---- what is refused -----------------------------------------------------------------------------------------------
 
 
+def _data(folder: Path) -> Path:
+    """Where DCP's files are."""
+    return folder / json.loads((folder / checkpoint.MANIFEST).read_text())["data"]
+
+
 def _resum(folder: Path) -> None:
     """The manifest of a forger, who mends the sums."""
     manifest = json.loads((folder / checkpoint.MANIFEST).read_text())
     for name in manifest["files"]:
-        data = (folder / name).read_bytes()
+        data = (_data(folder) / name).read_bytes()
         manifest["files"][name] = [len(data), zlib.crc32(data)]
     (folder / checkpoint.MANIFEST).write_text(json.dumps(manifest))
 
@@ -210,8 +215,8 @@ class Touch:
 
 
 def _damage(folder: Path, how: str) -> None:
-    index, manifest = folder / ".metadata", folder / checkpoint.MANIFEST
-    shard = folder / "__1_0.distcp"
+    index, manifest = _data(folder) / ".metadata", folder / checkpoint.MANIFEST
+    shard = _data(folder) / "__1_0.distcp"
     touched = str(folder.parent / "ran")
     if how == "cut off":
         shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])

@@ -73,7 +73,7 @@ def _fails_on_first() -> str:
         raise RuntimeError("no compiler here")
 
     try:
-        CompileOnce().run(work)
+        CompileOnce("here", list(range(dist.get_world_size()))).run(work)
     except (AutoparError, RuntimeError) as e:
         return f"{type(e).__name__}: {e}"
     return "no error"
@@ -94,7 +94,7 @@ def _first_never_comes(late_s: float, done: str) -> tuple[str, float]:
         return "", 0.0
     start = time.monotonic()
     try:
-        CompileOnce().run(lambda: 1)
+        CompileOnce("here", list(range(dist.get_world_size()))).run(lambda: 1)
     except AutoparError as e:
         return str(e), time.monotonic() - start
     finally:

@@ -1,0 +1,14 @@
+"""Imported once by a server that forks processes for tests which start many: what takes seconds to import is there already in each."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed import checkpoint
+from torch.distributed.tensor import DTensor
+
+from autopar import _torch, api
+
+torch.set_num_threads(1)
+_torch.import_compiler()
+
+__all__ = ["DTensor", "api", "checkpoint"]
