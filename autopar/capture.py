@@ -22,6 +22,7 @@ from autopar import _torch
 from autopar.capture_effects import SetAnewError, Written, judge, made_by_torch, refuse_global_hooks, said, set_flags
 from autopar.capture_masks import plain_masks
 from autopar.capture_ops import captured_ops
+from autopar.capture_records import install_recorders
 from autopar.capture_tags import lift_marks, settle_tags
 from autopar.common import merge_equal
 from autopar.errors import CaptureError
@@ -166,6 +167,7 @@ def skeleton(model: nn.Module, mode: Any, cast: torch.dtype | None = None) -> tu
         copied = copy.deepcopy(model, memo)
     except Exception as e:
         raise _uncopied(model, memo, e) from e
+    install_recorders(copied)
     for name, m, t in loose:
         path, _, attr = name.rpartition(".")
         if attr in made_by_torch(m):
