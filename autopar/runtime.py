@@ -262,7 +262,8 @@ class ParallelModule(nn.Module):
         for name, m in [("", self), *self.__dict__["_wrapped"].named_modules()]:
             for hook in (*m._backward_pre_hooks.values(), *m._backward_hooks.values()):
                 raise AutoparError(
-                    f"module backward hook {getattr(hook, '__qualname__', type(hook).__qualname__)} cannot run: the backward pass is one compiled graph",
+                    f"module backward hooks cannot run ({getattr(hook, '__qualname__', type(hook).__qualname__)}): "
+                    "the backward pass is one compiled graph",
                     where=f"module {name or type(self.__dict__['_wrapped']).__name__!r}",
                     fix="use a hook on the parameters (register_post_accumulate_grad_hook), or on a tensor in forward, or remove it before training",
                 )
