@@ -9,8 +9,13 @@ import importlib
 import itertools
 import operator
 import re
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+from inspect import getattr_static
+from types import CellType
 from typing import Any
 from unittest import mock
 
@@ -36,8 +41,12 @@ def new_fake_mode() -> Any:
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
-def export_joint(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[fx.GraphModule, list[Any], list[Any], Any]:
-    """Joint forward/backward graph of `module(*inputs)`: graph, input descriptors, output descriptors, output pytree spec."""
+def export_joint(
+    module: nn.Module, inputs: tuple[torch.Tensor, ...], judge: Callable[[Notes], None] = lambda notes: None
+) -> tuple[fx.GraphModule, list[Any], list[Any], Any]:
+    """Joint forward/backward graph of `module(*inputs)`: graph, input descriptors, output descriptors, output pytree spec.
+
+    judge: hears what tracing noted besides the graph, before there is a backward; what it raises ends the capture."""
     from torch._dynamo.functional_export import _dynamo_graph_capture_for_export
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch.export._trace import _restore_state_dict
@@ -46,14 +55,19 @@ def export_joint(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[f
     with ExitStack() as stack:
         stack.enter_context(_no_idle_work())
         stack.enter_context(_whole_language())
-        gm = _dynamo_graph_capture_for_export(module)(*inputs)
+        with _noting() as notes:
+            gm = _dynamo_graph_capture_for_export(module)(*inputs)
         _refuse_unknown_sizes(gm)
+        notes.foreign = _draws_of_numpy(gm)
+        judge(notes)
         _restore_state_dict(module, gm)
+        _separate_outputs(gm)
         _open_regions(gm, itertools.count(), None)
         joint = aot_export_joint_with_descriptors(stack, gm, inputs, decompositions=_early_decompositions())
     g = joint.graph_module
     in_descs = [n.meta["desc"] for n in g.graph.nodes if n.op == "placeholder"]
     out_descs = list(g.graph.output_node().meta["desc"])
+    notes.detached = frozenset(i for i, info in enumerate(joint._aot_state.fw_metadata.output_info) if not info.requires_grad)
     return g, in_descs, out_descs, joint.out_spec
 
 
@@ -85,6 +99,36 @@ def _refuse_unknown_sizes(gm: fx.GraphModule) -> None:
                 + "".join(f": {x}" for x in lines[at + 1 : at + 2])
             )
             raise UnknownSize(f"what {n.name} gives has a size or value that depends on data", where)
+
+
+def _separate_outputs(gm: fx.GraphModule) -> None:
+    """Of outputs that share memory with an input, a parameter or an earlier output, a copy is returned: AOTAutograd gives only the first of them a tangent (it
+    would make the others anew, outside of the graph), so their gradients would be lost."""
+    output = gm.graph.output_node()
+    known = set()
+    for n in gm.graph.nodes:
+        if n.op in ("placeholder", "get_attr") and isinstance(v := _value_of(n), torch.Tensor):
+            known.add(v.untyped_storage()._cdata)
+
+    def own(n: Any) -> Any:
+        v = _value_of(n) if isinstance(n, fx.Node) else None
+        if not isinstance(v, torch.Tensor) or not v.requires_grad:
+            return n
+        key = v.untyped_storage()._cdata
+        if key not in known:
+            known.add(key)
+            return n
+        with gm.graph.inserting_before(output):
+            copied = gm.graph.call_function(torch.clone, (n,))
+        copied.meta.update(n.meta)
+        return copied
+
+    output.args = pytree.tree_map(own, output.args)
+    gm.recompile()
+
+
+def _value_of(n: fx.Node) -> Any:
+    return n.meta.get("val", n.meta.get("example_value"))
 
 
 @contextlib.contextmanager
@@ -243,7 +287,7 @@ def describe_io(desc: Any) -> tuple[str, Any]:
         return ("grad", value) if kind == "param" else ("input_grad", value)
     if isinstance(desc, d.InputMutationAOTOutput):
         kind, value = describe_io(desc.mutated_input)
-        return ("buffer_update", value) if kind == "buffer" else ("input_update", value if kind == "input" else -1)
+        return (f"{kind}_update", value) if kind in ("buffer", "param", "input") else ("input_update", -1)
     return "other", None
 
 
@@ -266,6 +310,11 @@ def explain_capture_failure(e: BaseException) -> tuple[str, str] | None:
 
     if isinstance(e, UnknownSize):
         return str(e), e.where
+    if isinstance(e, AssertionError) and "RandomValueSource" in str(e):
+        return "random numbers of Python's `random` would be drawn once, while capturing", ""
+    if isinstance(e, AssertionError) and str(e).startswith("fake mode"):
+        return "forward reads a numpy array, or a tensor from outside of the model; register it as a buffer", ""
+
     if isinstance(e, NotImplementedError) and str(e).startswith("checkpoint not implemented for"):
         return "the context_fn of a checkpoint must be a function of a module or a functools.partial of one, not made in forward", ""
     kinds: tuple[type[BaseException], ...] = (exc.TorchDynamoException,)
@@ -276,6 +325,9 @@ def explain_capture_failure(e: BaseException) -> tuple[str, str] | None:
     while seen is not None and not isinstance(seen, kinds):
         seen = seen.__cause__
     if seen is None:
+        last = traceback.extract_tb(e.__traceback__)[-1:]
+        if any("/torch/_dynamo/" in f.filename for f in last):
+            return f"torch's tracer failed: {type(e).__name__}: {next(iter(str(e).splitlines()), '')}", ""
         return None
     text = str(getattr(seen, "msg", None) or seen).strip().splitlines()
     what = next((t for t in text if t.strip()), type(seen).__name__)
@@ -286,6 +338,207 @@ def explain_capture_failure(e: BaseException) -> tuple[str, str] | None:
         f = stack[-1]
         where = f"{f.filename}:{f.lineno} in {f.name}: {f.line}"
     return " ".join([what, explanation]).strip(), where
+
+
+# ---- what a traced program does besides computing ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Python state that forward changes: dynamo takes it for what comes later in the trace, and a graph never does it.
+
+    kind: "attribute" of an object, "contents" of a container, "variable" of a closure, "hook" on a tensor that is not made in forward.
+    source: how dynamo reaches the object; names: of attributes or keys; new: those of them that were not there; constants: what attributes are set to,
+    where that is no tensor and no object; stack: where, outermost first."""
+
+    kind: str
+    source: str
+    names: tuple[str, ...]
+    new: tuple[str, ...]
+    constants: dict[str, Any]
+    stack: tuple[traceback.FrameSummary, ...]
+
+
+@dataclass
+class Notes:
+    """What dynamo knows of a traced program besides its graph.
+
+    reads: names of all attributes and keys that the trace looked at, None where that is not known; constants: (a Python module's names, a name, its value)
+    of the global variables among them; foreign: draws of random numbers that are not torch's; sources: what it looked at, as dynamo has it; detached: outputs
+    without a gradient; sets: flags that forward sets, by their path from the model; settled: once they are set, the program is the same."""
+
+    effects: list[Effect] = field(default_factory=list)
+    reads: frozenset[str] | None = None
+    constants: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+    foreign: list[str] = field(default_factory=list)
+    sources: list[Any] = field(default_factory=list)
+    detached: frozenset[int] = frozenset()
+    sets: dict[tuple[str, ...], Any] = field(default_factory=dict)
+    settled: bool = False
+
+    def source_of(self, placeholder: str) -> str:
+        """How Python reaches the tensor that dynamo made an input of this name of, if that is known."""
+
+        def plain(name: str) -> str:
+            short = re.sub(r"\._modules\['([^']*)'\]", r".\1", name.replace("._modules['_export_root']", ""))
+            return re.sub(r"[^a-zA-Z0-9]+", "_", short).strip("_")
+
+        return next((n for n in map(_name_of, self.sources) if plain(n).endswith(plain(placeholder))), placeholder)
+
+
+@contextlib.contextmanager
+def _noting() -> Iterator[Notes]:
+    """While open, what dynamo would write code for (mutations that it replays after the graph, guards) is noted: of an export nobody runs that code.
+    What a logger is told, and dynamo would leave out of an export, it is told now, once."""
+    from torch._dynamo.side_effects import SideEffects
+    from torch._dynamo.variables.misc import LoggingLoggerVariable
+
+    notes = Notes()
+    update = SideEffects.codegen_update_mutated
+
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Once for each try at writing the code: the last one counts.
+        notes.effects = _effects(self)
+        output = self.output_graph_weakref()
+        notes.reads, notes.constants, notes.sources = (None, [], []) if output is None else _reads(output)
+        return update(self, *args, **kwargs)
+
+    def logged(self: Any, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if all(v.is_python_constant() for v in (*args, *kwargs.values())):
+            method = getattr(self.value, name)
+            method(*(v.as_python_constant() for v in args), **{k: v.as_python_constant() for k, v in kwargs.items()})
+        return log(self, tx, name, args, kwargs)
+
+    log = LoggingLoggerVariable.call_method
+    with (
+        mock.patch.object(SideEffects, "codegen_update_mutated", noting),
+        mock.patch.object(LoggingLoggerVariable, "call_method", logged),
+    ):
+        yield notes
+
+
+def _name_of(source: Any) -> str:
+    name = getattr(source, "name", "")
+    return str(name() if callable(name) else name)
+
+
+def _effects(side: Any) -> list[Effect]:
+    from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+
+    real = {id(o): o for o in side.keepalive}
+    stacks = getattr(side, "mutation_user_stacks", {})
+    out = []
+    for key, var in list(side.id_to_variable.items()):
+        if not isinstance(var.mutation_type, (AttributeMutationExisting, ValueMutationExisting)) or not side.is_modified(var):
+            continue
+        owner, source = real.get(key), _name_of(var.source)
+        stack = tuple(stacks[var][-1]) if stacks.get(var) else ()
+        stores = side.store_attr_mutations.get(var)
+        if stores:
+            kind = "variable" if isinstance(owner, CellType) else "attribute"
+            names = tuple(n for n, v in stores.items() if not _stays(owner, n, v, f"{source}.{n}"))
+            new = tuple(n for n in names if getattr_static(owner, n, _stays) is _stays)
+            constants = {n: stores[n].as_python_constant() for n in names if stores[n].is_python_constant()}
+        else:
+            kind, constants = "contents", {}
+            names, new = _changed_items(var, owner, source)
+            if names is None:
+                continue
+        if names or kind == "contents":
+            out.append(Effect(kind, source, names or (), new, constants, stack))
+    for tensor, hook, _, name in side.tensor_hooks.values():
+        nested = getattr(hook, "fn_name", None)  # of a function that forward makes
+        said = nested.as_python_constant() if nested is not None else getattr(getattr(hook, "fn", None), "__qualname__", "a hook")
+        out.append(Effect("hook", _name_of(tensor.source), (name, said), (), {}, ()))
+    return out
+
+
+def _stays(owner: Any, name: str, value: Any, source: str) -> bool:
+    """Whether an attribute is in the end what it was: set for the time of a call, and set back."""
+    if value.source is not None and _name_of(value.source) == source:
+        return True
+    if not value.is_python_constant():
+        return False
+    now = getattr_static(owner, name, _stays)
+    if isinstance(owner, CellType):
+        now = owner.cell_contents
+    new = value.as_python_constant()
+    return now is new or (type(now) is type(new) and isinstance(new, (bool, int, float, str, tuple)) and bool(now == new))
+
+
+def _changed_items(var: Any, owner: Any, source: str) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
+    """Keys of a dict that are set or gone, and those that are new (also a tensor of another kind than there was); no keys of another container that changed;
+    None: nothing changed."""
+    items = getattr(var, "items", None)
+    if isinstance(items, dict) and hasattr(var, "is_new_item") and isinstance(owner, dict):
+        changed = [str(k.vt.as_python_constant()) for k, v in items.items() if var.is_new_item(var.original_items.get(k), v)]
+        left = {str(k.vt.as_python_constant()) for k in items}
+        known = {str(k) for k, v in owner.items() if not isinstance(v, torch.Tensor) or str(k) not in changed or _like(v, items, k)}
+        changed += [str(k) for k in owner if str(k) not in left]
+        return (tuple(changed) or None), tuple(k for k in changed if k not in known)
+    as_long = isinstance(items, list) and isinstance(owner, list) and len(items) == len(owner)
+    if as_long and all(v.source is not None and _name_of(v.source) == f"{source}[{i}]" for i, v in enumerate(items)):
+        return None, ()
+    return (), ()
+
+
+def _like(old: torch.Tensor, items: dict[Any, Any], key: Any) -> bool:
+    """Whether what a key of a dict is set to is a tensor of the same shape and dtype."""
+    new = next((v for k, v in items.items() if k.vt.is_python_constant() and k.vt.as_python_constant() == key), None)
+    try:
+        value = None if new is None else _value_of(new.as_proxy().node)
+    except (AttributeError, NotImplementedError):  # no tensor
+        return False
+    return isinstance(value, torch.Tensor) and value.shape == old.shape and value.dtype == old.dtype
+
+
+def _reads(output: Any) -> tuple[frozenset[str] | None, list[tuple[dict[str, Any], str, Any]], list[Any]]:
+    from torch._dynamo.source import AttrSource, GlobalSource
+
+    names: set[str] = set()
+    constants: dict[tuple[str, str], tuple[dict[str, Any], str, Any]] = {}
+    seen: dict[int, Any] = {}
+    try:
+        for guard in output.guards:
+            asked = getattr(guard.create_fn, "keywords", {}).get("attr")
+            if asked is not None:
+                names.add(str(asked))
+            s = guard.originating_source
+            while s is not None and id(s) not in seen:
+                seen[id(s)] = s
+                base = getattr(s, "base", None)
+                if isinstance(s, AttrSource):
+                    names.add(s.member)
+                    if isinstance(base, GlobalSource) and base.global_name in output.import_sources:
+                        module = sys.modules.get(output.import_sources[base.global_name])
+                        value = getattr(module, s.member, None)
+                        if module is not None and isinstance(value, (bool, int, float, str)):
+                            constants[module.__name__, s.member] = (module.__dict__, s.member, value)
+                elif isinstance(index := getattr(s, "index", None), str):
+                    names.add(index)
+                s = base
+    except (AttributeError, TypeError):  # another version's guards
+        return None, [], []
+    return frozenset(names), list(constants.values()), list(seen.values())
+
+
+def _draws_of_numpy(gm: fx.GraphModule) -> list[str]:
+    """Dynamo makes numpy's random functions torch's, with other numbers than numpy's generator has."""
+    functions = (getattr(n.target, "f", None) for n in gm.graph.nodes if n.op == "call_function")
+    return [f"numpy.random.{f.__name__}" for f in functions if getattr(f, "__module__", "") == "torch._numpy.random"]
+
+
+def global_module_hooks() -> list[tuple[str, Callable[..., Any]]]:
+    """Hooks on all modules: (the function they are registered with, hook)."""
+    from torch.nn.modules import module as m
+
+    kinds = {
+        "register_module_forward_pre_hook": m._global_forward_pre_hooks,
+        "register_module_forward_hook": m._global_forward_hooks,
+        "register_module_full_backward_pre_hook": m._global_backward_pre_hooks,
+        "register_module_full_backward_hook": m._global_backward_hooks,
+    }
+    return [(kind, hook) for kind, hooks in kinds.items() for hook in hooks.values()]
 
 
 # ---- checkpointed regions ------------------------------------------------------------------------------------------
@@ -747,14 +1000,25 @@ def draws_random(n: fx.Node) -> bool:
     return isinstance(n.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in n.target.tags
 
 
+def hooks_of(t: torch.Tensor) -> tuple[Any, Any]:
+    """The dicts of its hooks, as `set_hooks` takes them; None where it has none."""
+    return t._post_accumulate_grad_hooks, t._backward_hooks  # type: ignore[attr-defined]
+
+
+def set_hooks(t: torch.Tensor, hooks: tuple[Any, Any]) -> None:
+    """`t` has these hooks. They stay the same dicts, so that the handle of a hook still removes it."""
+    after, before = hooks
+    if after:
+        t._post_accumulate_grad_hooks = after  # type: ignore[attr-defined]
+    if before:
+        t._backward_hooks = before
+
+
 def swap_parameter(p: torch.Tensor, new: torch.Tensor) -> None:
     """`p` becomes `new` in place, and keeps its own hooks (a swap moves them away with the autograd state)."""
-    after, before = p._post_accumulate_grad_hooks, p._backward_hooks  # type: ignore[attr-defined]
+    hooks = hooks_of(p)
     torch.utils.swap_tensors(p, new)
-    if after:
-        p._post_accumulate_grad_hooks = after  # type: ignore[attr-defined]
-    if before:
-        p._backward_hooks = before
+    set_hooks(p, hooks)
 
 
 # ---- torch's own partitioner, to compare with ------------------------------------------------------------------------

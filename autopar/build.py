@@ -22,7 +22,7 @@ from torch.distributed.tensor import Placement as DPlacement
 
 from autopar import _torch
 from autopar.agree import Facts, agreed, from_first, highest
-from autopar.capture import Call, Captured, capture
+from autopar.capture import Call, Captured, capture, tensor_named
 from autopar.cluster import Cluster
 from autopar.decide import Wish, asked, decide, following, refuse_other_mesh, setting
 from autopar.describe import describe
@@ -169,6 +169,8 @@ class Builder:
             choice = param_choice(Tensor(name, tuple(shape), "float32"), Placement.of(tuple(shape)), layout, self.mesh, True)
             return dtensor_placements(choice.storage, self.mesh)
 
+        shared = {id(b): n for n, b in self.model.named_buffers()}
+        aliases = [(m, a, shared[id(t)]) for m in self.model.modules() for a, t in vars(m).items() if id(t) in shared]
         # No list of them: it would keep every whole parameter alive while they are cut one by one.
         with during("compile: parameters being spread", self.groups.ranks):
             if any(t.is_meta for t in itertools.chain(self.model.parameters(), self.model.buffers())):
@@ -180,6 +182,11 @@ class Builder:
                 for n, b in m._buffers.items():
                     if b is not None:
                         m._buffers[n] = b.to(self.device)
+                for n, t in list(vars(m).items()):
+                    if isinstance(t, torch.Tensor):
+                        vars(m)[n] = t.to(self.device)
+        for m, a, n in aliases:  # plain attributes that are a buffer's other name
+            vars(m)[a] = tensor_named(self.model, n)
 
     def settle(self, choices: dict[str, ParamChoice]) -> None:
         """Moves parameters (and gradients) to the plan's storage, in place: optimizers keep their references."""
@@ -227,6 +234,12 @@ class Builder:
         with during("capture", ranks):
             captured, graph, folded = agreed(self.groups, captured_here)
         params = dict(self.model.named_parameters(remove_duplicate=False))
+        for n, p in params.items():
+            if not isinstance(p, DTensor):
+                raise AutoparError(
+                    f"parameter {n!r} came to the model after autopar.compile, so it is on no mesh",
+                    fix="change the model first, then call autopar.compile",
+                )
         stored = {n: params[n].dtype for n in graph.params}
         trainable = frozenset(n for n in graph.params if params[n].requires_grad)
         fixed = self.plan.params if self.plan and self.planned else {}

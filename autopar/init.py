@@ -34,6 +34,7 @@ INITIALISERS = ("_reset_parameters", "reset_parameters", "reset_buffers", "_init
 def _parameter(old: torch.Tensor, local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> nn.Parameter:
     new = nn.Parameter(_torch.dtensor(local, mesh, placements, tuple(old.shape), order_of(old)), requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
+    _torch.set_hooks(new, _torch.hooks_of(old))
     return new
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar import _torch
 from autopar.build import Builder, Config, no_plan
-from autopar.capture import LOSS, Call, Role, off_cache
+from autopar.capture import LOSS, Call, Role, off_cache, tensor_named
+from autopar.capture_effects import refuse_global_hooks, set_flags
 from autopar.errors import AutoparError
 from autopar.failures import begin, during, shared
 from autopar.gradients import GradSync
@@ -27,7 +30,10 @@ from autopar.memory_format import order_of
 from autopar.optimizers import watch
 from autopar.outputs import LossOutput
 from autopar.plan import Plan
+from autopar.python_state import Content, PythonState, constants_hold, said
 from autopar.step import Step
+
+OFTEN = 8  # captures of one kind of call, from which on it is worth a warning
 
 
 class ParallelModule(nn.Module):
@@ -49,16 +55,19 @@ class ParallelModule(nn.Module):
         self._builder.distribute()
         self._config = config
         self._steps: dict[Any, Step] = {}
+        self._kinds: dict[Any, list[_Held]] = {}
+        self._state = PythonState(model, config.loss_fn)
+        self._checked = -1  # the state whose hooks were looked at
         self._reader = self._builder.reader
         self._sync = GradSync(config.grad_accumulation)
         self._seed: int | None = None
         self._calls = 0
         watch(self, config.optimizer)
+        self.__dict__["_made"] = True  # from here on, attributes are the model's
 
     # ---- the call --------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._check_hooks()
         kwargs = off_cache(self.__dict__["_wrapped"], kwargs)
         call = Call.of(args, kwargs)
         grad = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
@@ -73,33 +82,52 @@ class ParallelModule(nn.Module):
         else:
             with torch.no_grad():
                 outputs = run.forward()
+        if step.captured.notes.sets:
+            set_flags(self.__dict__["_wrapped"], step.captured.notes)
         return self._pack(step, outputs)
 
     def _step_for(self, call: Call, grad: bool) -> Step:
+        version = self._state.now()
+        self._check_hooks(version)
+        refuse_global_hooks()
         self._builder.groups.bind()
         autocast = torch.get_autocast_dtype(self._builder.device.type) if torch.is_autocast_enabled(self._builder.device.type) else None
         shapes = self._reader.global_shapes(call)
-        key = (
-            self.training,
-            grad,
-            autocast,
-            call.spec,
-            _hashable(call.constants),
-            shapes,
-            tuple((t.requires_grad, order_of(t)) for t in call.tensors),
-        )
-        if key not in self._steps:
-            with during("comparing the batches of the ranks", self._builder.groups.ranks):
-                self._reader.check_same(call, force=True)
-            was_planned = self._builder.planned
-            step = self._builder.build(call, shapes, grad, autocast)
-            if self._builder.planned and not was_planned:
-                self._steps.clear()  # made for parameters that lay elsewhere
-            self._steps[key] = step
-        else:
+        formats = tuple((t.requires_grad, order_of(t)) for t in call.tensors)
+        key = (self.training, grad, autocast, call.spec, _hashable(call.constants), shapes, formats)
+        step = self._held(key, version)
+        if step is not None:
             with during("comparing the batches of the ranks", self._builder.groups.ranks):
                 self._reader.check_same(call)
-        return self._steps[key]
+            return step
+        with during("comparing the batches of the ranks", self._builder.groups.ranks):
+            self._reader.check_same(call, force=True)
+        was_planned = self._builder.planned
+        content = dict(self._state.content)
+        step = self._builder.build(call, shapes, grad, autocast)
+        if self._builder.planned and not was_planned:
+            self._steps.clear()  # made for parameters that lay elsewhere
+            self._kinds.clear()
+        kind = self._kinds.setdefault(key, [])
+        kind.append(_Held(step, content, version))
+        if len(kind) == OFTEN:
+            since = self._state.matter(kind[-2].version, kind[-2].content, kind[-2].step.captured.notes)
+            changed = ", ".join(sorted(map(said, since))[:3]) or "a global variable"
+            warnings.warn(f"captured {OFTEN} times, since Python state that forward reads changes: {changed}", stacklevel=3)
+        self._steps[*key, len(kind)] = step
+        return step
+
+    def _held(self, key: tuple[Any, ...], version: int) -> Step | None:
+        """The step of such calls that was captured with the Python state that there is now, or with what is the same to it."""
+        held = [h for h in self._kinds.get(key, ()) if constants_hold(h.step.captured.notes)]
+        for h in held:
+            if h.version == version:
+                return h.step
+        for h in held:
+            if not self._state.matter(h.version, h.content, h.step.captured.notes):
+                h.version = version
+                return h.step
+        return None
 
     def _values(self, step: Step, call: Call) -> dict[Role, torch.Tensor]:
         """A local tensor for every role of the step's graph inputs but tangents."""
@@ -110,7 +138,7 @@ class ParallelModule(nn.Module):
             if role.kind == "param":
                 values[role] = padded_local(params[role.name], step.plan.params[role.name].storage.local_shape(step.plan.mesh))
             elif role.kind == "buffer":
-                values[role] = buffers[role.name]
+                values[role] = buffers[role.name] if role.name in buffers else self._attribute(role.name)
             elif role.kind == "coordinate":
                 values[role] = self._builder.coordinate(role.name)
             elif role.kind == "seed":
@@ -122,6 +150,10 @@ class ParallelModule(nn.Module):
             if role in step.dtypes:
                 values[role] = self._reader.local(t, p, self._builder.device, step.dtypes[role])
         return values
+
+    def _attribute(self, name: str) -> torch.Tensor:
+        """A tensor that is a plain attribute of a module."""
+        return tensor_named(self.__dict__["_wrapped"], name).detach().to(self._builder.device)
 
     def _counters(self) -> torch.Tensor:
         """(seed, step): torch.manual_seed starts the count again."""
@@ -209,20 +241,48 @@ class ParallelModule(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["_wrapped"].load_state_dict(state_dict, *args, **kwargs)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What is not this module's own is the model's: its forward reads it there."""
+        own = "_made" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name)
+        if own or isinstance(value, (nn.Module, nn.Parameter)):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.__dict__["_wrapped"], name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__ or name in self._parameters or name in self._modules:
+            super().__delattr__(name)
+        else:
+            delattr(self.__dict__["_wrapped"], name)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["_wrapped"], name)
 
-    def _check_hooks(self) -> None:
-        for name, m in self.named_modules():
-            if m._backward_hooks or m._backward_pre_hooks:
+    def _check_hooks(self, version: int) -> None:
+        own = self._backward_hooks or self._backward_pre_hooks
+        if version == self._checked and not own:
+            return
+        for name, m in [("", self), *self.__dict__["_wrapped"].named_modules()]:
+            for hook in (*m._backward_pre_hooks.values(), *m._backward_hooks.values()):
                 raise AutoparError(
-                    "module backward hooks cannot run: the backward pass is one compiled graph",
-                    where=f"module {name or type(m).__name__!r}",
-                    fix="use a hook on the parameters (register_post_accumulate_grad_hook), or remove it before training",
+                    f"module backward hooks cannot run ({getattr(hook, '__qualname__', type(hook).__qualname__)}): "
+                    "the backward pass is one compiled graph",
+                    where=f"module {name or type(self.__dict__['_wrapped']).__name__!r}",
+                    fix="use a hook on the parameters (register_post_accumulate_grad_hook), or on a tensor in forward, or remove it before training",
                 )
+        self._checked = version
+
+
+@dataclass
+class _Held:
+    """A step, and the Python state it was captured with; version: the latest state that is the same to it."""
+
+    step: Step
+    content: Content
+    version: int
 
 
 def padded_local(param: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -251,7 +311,7 @@ class _Run:
         outputs: list[torch.Tensor | None] = []
         for role, t in results:
             if role.kind == "buffer_update" and t is not None:
-                b = buffers[role.name]
+                b = buffers[role.name] if role.name in buffers else self.module._attribute(role.name)
                 # Backward reads the value that forward saw.
                 self.saved = [s.clone() if s.data_ptr() == b.data_ptr() else s for s in self.saved]
                 b.copy_(t)
@@ -279,7 +339,9 @@ class _Apply(torch.autograd.Function):
         ctx.save_for_backward(*run.saved, *keep.values())
         run.saved, run.values = [], {}
         ctx.run, ctx.n_params, ctx.n = run, n_params, len(tensors)
-        ctx.mark_non_differentiable(*[o for o in outputs if o is not None and not (o.is_floating_point() or o.is_complex())])
+        detached = run.step.captured.notes.detached
+        kept = [o for i, o in enumerate(outputs) if o is not None and (i in detached or not (o.is_floating_point() or o.is_complex()))]
+        ctx.mark_non_differentiable(*kept)
         ctx.set_materialize_grads(False)
         return outputs
 
@@ -296,7 +358,8 @@ class _Apply(torch.autograd.Function):
             for role in step.base.backward_inputs:
                 if role.kind == "tangent":
                     values[role] = module._builder.tangent(grads[role.index], step, role.index)
-        with shared(groups, run.number, "backward", lambda c: "gradient reduction" if step.reduces_gradients(c) else ""):
+        reduces = lambda c: "gradient reduction" if step.reduces_gradients(c) else ""  # noqa: E731
+        with shared(groups, run.number, "backward", reduces), torch.no_grad():
             params = module._sync.reduce(step, saved, values, run.sync)
         out: list[torch.Tensor | None] = []
         for name in run.diff[: ctx.n_params]:
@@ -307,7 +370,26 @@ class _Apply(torch.autograd.Function):
                 if t.requires_grad:
                     local = params.get(Role("input_grad", "", i))
                     out.append(None if local is None else module._reader.returned(t, local, step.plan.inputs[i]))
+        if torch.is_grad_enabled():  # create_graph=True
+            grads = [g.detach().requires_grad_() for g in out if g is not None]
+            made = iter(_Once.apply(*grads) if grads else ())
+            out = [None if g is None else next(made) for g in out]
         return None, None, *out
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that have no gradient themselves: says so where one is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(g.view_as(g) for g in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        raise AutoparError(
+            "a gradient of gradients through a compiled step (create_graph=True): its backward pass is one graph without a backward of its own",
+            fix="compute a gradient penalty or a Hessian's product on the uncompiled model, or leave that term out of the compiled one",
+        )
 
 
 def _hashable(constants: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,6 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import hypothesis
 import pytest
 import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -23,6 +24,14 @@ hypothesis.settings.register_profile("autopar", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("autopar")
 
 Torchrun = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def one_process() -> Iterator[None]:
+    """A process group of this process alone, gone when the file's tests are over."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture
