@@ -22,13 +22,16 @@ class GradSync:
         self.count = 0
         self.buffers: dict[str, torch.Tensor] = {}
 
+    def variant(self, enabled: bool) -> tuple[bool, bool]:
+        """Which backward runs next: (gradients are reduced, with those of earlier ones)."""
+        return enabled and (self.count + 1) % self.every == 0, bool(self.buffers)
+
     def reduce(
         self, step: Step, saved: list[torch.Tensor], values: Mapping[Role, torch.Tensor], enabled: bool
     ) -> dict[Role, torch.Tensor | None]:
         """Runs backward; the gradients by role, empty while they are only accumulated."""
+        sync, accumulated = self.variant(enabled)
         self.count += 1
-        sync = enabled and self.count % self.every == 0
-        accumulated = bool(self.buffers)
         values = {**values, **{Role("accumulated", p): t for p, t in self.buffers.items()}}
         self.buffers = {}  # nobody but the step holds them: each is freed when its gradient is added
         results = dict(step.backward(saved, values, sync, accumulated))

@@ -23,6 +23,7 @@ from autopar import _torch
 from autopar.build import Builder, Config, no_plan
 from autopar.capture import LOSS, Call, Role, off_cache, tensor_named
 from autopar.capture_effects import refuse_global_hooks, set_flags
+from autopar.check import FirstStep, asked
 from autopar.errors import AutoparError
 from autopar.failures import begin, during, shared
 from autopar.gradients import GradSync
@@ -31,6 +32,7 @@ from autopar.optimizers import watch
 from autopar.outputs import LossOutput
 from autopar.plan import Plan
 from autopar.python_state import Content, PythonState, constants_hold, said
+from autopar.shards import cut
 from autopar.step import Step
 
 OFTEN = 8  # captures of one kind of call, from which on it is worth a warning
@@ -154,6 +156,14 @@ class ParallelModule(nn.Module):
     def _attribute(self, name: str) -> torch.Tensor:
         """A tensor that is a plain attribute of a module."""
         return tensor_named(self.__dict__["_wrapped"], name).detach().to(self._builder.device)
+
+    def _first_step(self, step: Step) -> FirstStep | None:
+        """The checks of a step that has not run yet, where AUTOPAR_CHECK asks for them."""
+        if step.checked or not asked():
+            return None
+        step.checked = True
+        groups = self._builder.groups
+        return FirstStep(step, lambda t, p: cut(t, p, groups.mesh, groups.coordinates), groups.rank)
 
     def _counters(self) -> torch.Tensor:
         """(seed, step): torch.manual_seed starts the count again."""
@@ -303,10 +313,15 @@ class _Run:
         self.module, self.step, self.values, self.diff, self.call = module, step, values, diff, call
         self.sync = module._sync.enabled
         self.number = begin(module._builder.groups)
+        self.check = module._first_step(step)
 
     def forward(self) -> tuple[torch.Tensor | None, ...]:
         with shared(self.module._builder.groups, self.number, "forward"):
+            if self.check is not None:
+                self.check.forward(self.values, self.wholes)
             results, self.saved = self.step.forward(self.values)
+            if self.check is not None:
+                self.check.ran(results, self.saved)
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
         outputs: list[torch.Tensor | None] = []
         for role, t in results:
@@ -318,6 +333,27 @@ class _Run:
             elif role.kind == "output":
                 outputs.append(self.wrap(t, role.index))
         return tuple(outputs)
+
+    def wholes(self) -> dict[Role, torch.Tensor]:
+        """What the captured graph takes, at global shapes; collective."""
+        b, plan = self.module._builder, self.step.plan
+        params = dict(self.module.named_parameters(remove_duplicate=False))
+        out = {}
+        for role in self.step.captured.inputs:
+            if role.kind == "param":
+                p = params[role.name].detach()
+                out[role] = p.full_tensor() if isinstance(p, DTensor) else p
+            elif role.kind == "input" and role in self.values:
+                out[role] = b.dtensor(self.values[role], plan.inputs[role.index]).full_tensor()
+            elif role in self.values and role.kind != "tangent":
+                out[role] = self.values[role]
+        return out
+
+    def tangents(self, values: Mapping[Role, torch.Tensor]) -> dict[Role, torch.Tensor]:
+        """Those of the outputs, at global shapes; collective."""
+        b, places = self.module._builder, self.step.plan.outputs
+        given = [(r, values[r]) for r in self.step.captured.inputs if r.kind == "tangent" and r in values]
+        return {r: t if t.dim() == 0 else b.dtensor(t, places[r.index]).full_tensor() for r, t in given}
 
     def wrap(self, t: torch.Tensor | None, index: int) -> torch.Tensor | None:
         if t is None or t.dim() == 0:
@@ -359,8 +395,13 @@ class _Apply(torch.autograd.Function):
                 if role.kind == "tangent":
                     values[role] = module._builder.tangent(grads[role.index], step, role.index)
         reduces = lambda c: "gradient reduction" if step.reduces_gradients(c) else ""  # noqa: E731
+        check = run.check if module._sync.variant(run.sync) == (True, False) else None
         with shared(groups, run.number, "backward", reduces), torch.no_grad():
+            if check is not None:
+                check.backward(saved, values, lambda: run.tangents(values))
             params = module._sync.reduce(step, saved, values, run.sync)
+            if check is not None:
+                check.ran_backward([(r, params.get(r)) for r in step.base.backward_outputs])
         out: list[torch.Tensor | None] = []
         for name in run.diff[: ctx.n_params]:
             local = params.get(Role("grad", name))

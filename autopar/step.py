@@ -53,6 +53,7 @@ class Step:
         self.strides = [n.meta["val"].stride() for n in places]
         self.lowered = self.lower(parts.forward)
         self.backwards: dict[tuple[bool, bool], tuple[Parts, Lowered]] = {}
+        self.checked = False  # by AUTOPAR_CHECK
 
     @property
     def has_backward(self) -> bool:
