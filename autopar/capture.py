@@ -116,7 +116,8 @@ class _Flat(nn.Module):
             loss = out.get("loss", None) if isinstance(out, dict) else getattr(out, "loss", None)
             if loss is not None and loss.dim() == 0:
                 return {LOSS: loss}
-        return out
+        # AOTAutograd gives results that are views of inputs or of each other no gradient of their own: it means to take those views once more outside.
+        return _torch.pytree.tree_map_only(torch.Tensor, torch.clone, out)
 
 
 def skeleton(model: nn.Module, mode: Any, cast: torch.dtype | None = None) -> tuple[nn.Module, dict[str, str]]:
@@ -191,6 +192,7 @@ def capture(
     roles_out = tuple(_role(d, name) for d in out_descs)
     spec = out_spec
     is_loss = LOSS in _keys(spec)
+    _without_copies(gm, roles_out)
     _torch.drop_dead_code(gm)
     lift_marks(gm)
     plain_windows(gm, mode)
@@ -199,6 +201,16 @@ def capture(
     results = gm.graph.output_node().args[0]
     constants = {r.index: v for r, v in zip(roles_out, results, strict=True) if r.kind == "output" and not isinstance(v, fx.Node)}
     return Captured(gm, roles_in, roles_out, spec, is_loss, mode, shapes, constants)
+
+
+def _without_copies(gm: fx.GraphModule, roles: tuple[Role, ...]) -> None:
+    """Takes back the copies of results that `_Flat` made."""
+    output = gm.graph.output_node()
+    results = list(output.args[0])
+    for i, (role, n) in enumerate(zip(roles, results, strict=True)):
+        if role.kind == "output" and isinstance(n, fx.Node) and n.target is torch.ops.aten.clone.default:
+            results[i] = n.args[0]
+    output.args = (tuple(results),)
 
 
 def _keys(spec: Any) -> list[Any]:

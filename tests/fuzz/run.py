@@ -135,7 +135,7 @@ class Trial:
         plan = plan_of(prepared, setting)
         with fake_world(size_of(setting.mesh)), _store(plan):
             sim = simulated(prepared, setting.mesh, plan, fuses=False)
-            return _ranks(sim, model, [t.detach() for t in tensors])
+            return _ranks(sim, model, tensors)
 
 
 def plan_of(p: Prepared, s: Setting) -> Plan:
@@ -199,7 +199,7 @@ def _ranks(sim: Any, model: nn.Module, tensors: list[torch.Tensor]) -> Result:
     from dataclasses import replace
 
     sim.parts = replace(before, forward_inputs=tuple(r for r in before.forward_inputs if r in given), backward_inputs=tuple(r for r in before.backward_inputs if r in given))
-    values = sim.values(params, buffers, tuple(tensors), SEED)
+    values = sim.values(params, buffers, tuple(t.detach() for t in tensors), SEED)
     sim.parts = before
     for r, dtype in tangent_dtypes.items():
         p = sim.plan.outputs[r.index]
@@ -222,7 +222,6 @@ def _ranks(sim: Any, model: nn.Module, tensors: list[torch.Tensor]) -> Result:
     count = 1 + max([*captured.constants, *(r.index for r in before.forward_outputs if r.kind == "output")], default=-1)
     leaves: list[Any] = [captured.constants.get(i) for i in range(count)]
     updated = {name: b.detach().clone() for name, b in model.named_buffers()}
-    inputs = [t.detach().clone() for t in tensors]
     for role, t in zip(before.forward_outputs, results, strict=True):
         if role.kind == "output" and t is not None:
             leaves[role.index] = _joined(ranks(t), sim.plan.outputs[role.index], mesh)
@@ -241,7 +240,16 @@ def _ranks(sim: Any, model: nn.Module, tensors: list[torch.Tensor]) -> Result:
             found[role.name] = whole[tuple(slice(0, m) for m in c.shape)]
         elif role.kind == "input_grad":
             input_grads[role.index] = _joined(ranks(t), sim.plan.inputs[role.index], mesh)
-    return Result(leaves, None, found, input_grads, updated, inputs if False else None)
+    return Result(leaves, None, found, _shared(input_grads, tensors), updated)
+
+
+def _shared(grads: list[torch.Tensor | None], tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """A tensor that is passed twice has one gradient, the sum."""
+    total: dict[int, torch.Tensor] = {}
+    for g, t in zip(grads, tensors, strict=True):
+        if g is not None:
+            total[id(t)] = total[id(t)] + g if id(t) in total else g
+    return [total.get(id(t)) for t in tensors]
 
 
 def _joined(each: dict[int, torch.Tensor], placement: Any, mesh: Mesh) -> torch.Tensor:

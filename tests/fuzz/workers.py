@@ -11,6 +11,7 @@ import random
 import select
 import subprocess
 import sys
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,12 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
-        answers.write(json.dumps(answer(json.loads(line))) + "\n")
+        task = json.loads(line)
+        try:
+            found = answer(task)
+        except Exception:
+            found = {"died": f"the fuzzer: {traceback.format_exc()}"}
+        answers.write(json.dumps(found) + "\n")
         answers.flush()
 
 
