@@ -61,7 +61,10 @@ def run(seed: int, programs: int, seconds: float, task: dict[str, Any], folder: 
             report.statements += Counter(got.get("statements", {}))
             if outcome.failure is not None:
                 assert outcome.setting is not None
-                print(f"\n=== seed {number}: {outcome.failure.kind}\n--- {outcome.setting}\n{outcome.source}\n{outcome.failure.text}", flush=True)
+                print(
+                    f"\n=== seed {number}: {outcome.failure.kind}\n--- {outcome.setting}\n{outcome.source}\n{outcome.failure.text}",
+                    flush=True,
+                )
                 if folder is not None and outcome.failure.kind not in seen:
                     kept.write(folder, f"{outcome.failure.kind} {number}", outcome.source, [outcome.setting], outcome.failure.kind)
                 seen.add(outcome.failure.kind)

@@ -88,9 +88,10 @@ def _limit(seconds: int) -> Iterator[None]:
         raise Hang(f"more than {seconds} s")
 
     before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(seconds)
+    # Whoever set the timer before (pytest's timeout does) gets it back.
+    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, left)
         signal.signal(signal.SIGALRM, before)

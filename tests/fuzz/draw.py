@@ -215,6 +215,7 @@ def _checked(t: Any) -> torch.Tensor:
 
 
 def _broadcasts(a: Sequence[int], b: Sequence[int]) -> bool:
-    return all(n == m or 1 in (n, m) for n, m in zip(reversed(a), reversed(b), strict=False)) and math.prod(
-        max(n, m) for n, m in zip(reversed(a), reversed(b), strict=False)
-    ) <= 4096
+    return (
+        all(n == m or 1 in (n, m) for n, m in zip(reversed(a), reversed(b), strict=False))
+        and math.prod(max(n, m) for n, m in zip(reversed(a), reversed(b), strict=False)) <= 4096
+    )

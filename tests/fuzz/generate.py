@@ -96,7 +96,18 @@ def _leaves(d: Draw) -> list[str]:
     if rng.random() < 0.08:
         picked.append(rng.choice(picked))
     if rng.random() < 0.1 and d.values.get(picked[0]) is not None and d.values[picked[0]].dim() >= 1:
-        picked.append(rng.choice((f"{picked[0]}[0]", f"{picked[0]}.view_as({picked[0]})", "None", "self.training", f"{picked[0]}.shape[0]", f"{picked[0]}.detach()")))
+        picked.append(
+            rng.choice(
+                (
+                    f"{picked[0]}[0]",
+                    f"{picked[0]}.view_as({picked[0]})",
+                    "None",
+                    "self.training",
+                    f"{picked[0]}.shape[0]",
+                    f"{picked[0]}.detach()",
+                )
+            )
+        )
     return picked
 
 

@@ -35,7 +35,11 @@ class Failure:
 def failure_of(e: BaseException) -> Failure:
     """kind: the exception, and where in autopar it came from."""
     frames = traceback.extract_tb(e.__traceback__)
-    ours = [f for f in frames if any(f"/{p}/" in f.filename for p in ("autopar", "passes", "solver", "kernels")) and "/site-packages/" not in f.filename]
+    ours = [
+        f
+        for f in frames
+        if any(f"/{p}/" in f.filename for p in ("autopar", "passes", "solver", "kernels")) and "/site-packages/" not in f.filename
+    ]
     where = f"{ours[-1].filename.rsplit('/', 1)[-1]}:{ours[-1].name}" if ours else "outside"
     text = "".join(traceback.format_exception(e)[-18:])
     return Failure(f"{type(e).__name__} in {where}", text[-3000:])

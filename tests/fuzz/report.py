@@ -27,7 +27,9 @@ class Report:
             self.failures[o.failure.kind] += 1
 
     def text(self, seconds: float) -> str:
-        lines = [f"{self.programs} programs in {seconds:.0f} s ({self.programs / max(seconds, 1e-9):.2f} a second), {self.equal} runs equal to eager"]
+        lines = [
+            f"{self.programs} programs in {seconds:.0f} s ({self.programs / max(seconds, 1e-9):.2f} a second), {self.equal} runs equal to eager"
+        ]
         lines.append(f"thrown away: {sum(self.unfit.values())}  {dict(self.unfit.most_common())}")
         lines.append(f"refused by autopar: {sum(self.refused.values())}")
         lines += [f"  {n:5d}  {what}" for what, n in self.refused.most_common()]

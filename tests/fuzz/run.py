@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import tempfile
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ import autopar
 from autopar.capture import Call, Captured
 from autopar.formulate.setting import Setting as PlanSetting
 from autopar.graph import Graph
+from autopar.infeasible import InfeasibleError
 from autopar.layout import Layout
 from autopar.lower import lower
 from autopar.mesh import Mesh
@@ -32,9 +32,10 @@ from autopar.random import EagerRandom
 from autopar.shards import cut, join
 from autopar.solver.solve import Limits
 from tests.fuzz.names import randn
-from tests.fuzz.program import Loaded, dtype_of, load
+from tests.fuzz.program import Loaded, load
 from tests.fuzz.settings import Setting, randomly, size_of, with_fates
-from tests.spmd.simulate import STORE, Prepared, fake_world, simulated
+from tests.spmd.simulate import STORE, Prepared, Simulated, fake_world, simulated
+from tests.spmd.test_planned import cluster
 
 SEED = (7, 0)
 
@@ -141,17 +142,11 @@ class Trial:
 def plan_of(p: Prepared, s: Setting) -> Plan:
     trainable = frozenset(n for n, q in p.model.named_parameters() if q.requires_grad)
     if s.layout == "plan":
-        from tests.spmd.test_planned import cluster
-
         setting = PlanSetting(trainable, least_bytes=1.0, fuses=False)
         cluster_ = cluster(size_of(s.mesh))
         limits = Limits(gap=0.05, seconds=10)
         plan = plan_graph(p.graph, s.mesh, cluster_, setting, limits).plan
         if s.memory == "least":
-            from dataclasses import replace
-
-            from autopar.infeasible import InfeasibleError
-
             try:
                 plan_graph(p.graph, s.mesh, cluster_, replace(setting, budget_bytes=10.0), limits)
             except InfeasibleError as e:
@@ -180,49 +175,28 @@ def _store(plan: Plan) -> Iterator[None]:
             close_store(STORE)
 
 
-def _ranks(sim: Any, model: nn.Module, tensors: list[torch.Tensor]) -> Result:
+def _ranks(sim: Simulated, model: nn.Module, tensors: list[torch.Tensor]) -> Result:
     """The step on all ranks, put together."""
-    mesh, n = sim.mesh, sim.mesh.size
-    params = dict(model.named_parameters(remove_duplicate=False))
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    captured = sim.captured
+    mesh, n, captured = sim.mesh, sim.mesh.size, sim.captured
     at = [mesh.coordinates(r) for r in range(n)]
-    tangent_dtypes = {
-        r: x.meta["val"].dtype for x, r in zip(captured.gm.graph.nodes, captured.inputs, strict=False) if r.kind == "tangent"
-    }  # fmt: skip
-    if not tangent_dtypes:
-        sim.parts = _without_backward(sim.parts)
-    else:
-        sim.parts = overlap(sim.parts, "sim")
-    given = {r for r in {*sim.parts.forward_inputs, *sim.parts.backward_inputs} if r.kind != "tangent"}
-    before = sim.parts
-    from dataclasses import replace
-
-    sim.parts = replace(before, forward_inputs=tuple(r for r in before.forward_inputs if r in given), backward_inputs=tuple(r for r in before.backward_inputs if r in given))
+    sim.parts = overlap(sim.parts, "sim")
+    params, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers(remove_duplicate=False))
     values = sim.values(params, buffers, tuple(t.detach() for t in tensors), SEED)
-    sim.parts = before
-    for r, dtype in tangent_dtypes.items():
-        p = sim.plan.outputs[r.index]
-        whole = weight(r.index, torch.empty(p.shape, dtype=dtype))
-        values[r] = LocalTensor({k: cut(whole, p, mesh, at[k]).clone() for k in range(n)})
-    forward = lower(before.forward, backend="aot_eager", fake_mode=None).fn
-    with torch.no_grad(), LocalTensorMode(n):
-        out = forward([values[r] for r in before.forward_inputs])
-        k = len(before.forward_outputs)
-        results, saved = list(out[:k]), list(out[k:])
-        # As `_Run.forward`: what forward changes is changed before backward, which has what forward read.
-        grads = ()
-        if before.backward is not None:
-            backward = lower(before.backward, backend="aot_eager", fake_mode=None).fn
-            grads = backward([*saved, *(values[r] for r in before.backward_inputs)])
+    for x, r in zip(captured.gm.graph.nodes, captured.inputs, strict=False):
+        if r.kind == "tangent":
+            p = sim.plan.outputs[r.index]
+            whole = weight(r.index, torch.empty(p.shape, dtype=x.meta["val"].dtype))
+            values[r] = LocalTensor({k: cut(whole, p, mesh, at[k]).clone() for k in range(n)})
+    results, grads = _halves(sim, values)
 
     def ranks(t: Any) -> dict[int, torch.Tensor]:
         return {r: t._local_tensors[r] if isinstance(t, LocalTensor) else t for r in range(n)}
 
-    count = 1 + max([*captured.constants, *(r.index for r in before.forward_outputs if r.kind == "output")], default=-1)
+    outputs = sim.parts.forward_outputs
+    count = 1 + max([*captured.constants, *(r.index for r in outputs if r.kind == "output")], default=-1)
     leaves: list[Any] = [captured.constants.get(i) for i in range(count)]
     updated = {name: b.detach().clone() for name, b in model.named_buffers()}
-    for role, t in zip(before.forward_outputs, results, strict=True):
+    for role, t in zip(outputs, results, strict=True):
         if role.kind == "output" and t is not None:
             leaves[role.index] = _joined(ranks(t), sim.plan.outputs[role.index], mesh)
         elif role.kind == "buffer_update":
@@ -231,7 +205,7 @@ def _ranks(sim: Any, model: nn.Module, tensors: list[torch.Tensor]) -> Result:
             updated[role.name] = each[0]
     found: dict[str, torch.Tensor | None] = {name: None for name in dict(model.named_parameters())}
     input_grads: list[torch.Tensor | None] = [None] * len(tensors)
-    for role, t in zip(before.backward_outputs, grads, strict=True):
+    for role, t in zip(sim.parts.backward_outputs, grads, strict=True):
         if t is None:
             continue
         if role.kind == "grad":
@@ -240,28 +214,31 @@ def _ranks(sim: Any, model: nn.Module, tensors: list[torch.Tensor]) -> Result:
             found[role.name] = whole[tuple(slice(0, m) for m in c.shape)]
         elif role.kind == "input_grad":
             input_grads[role.index] = _joined(ranks(t), sim.plan.inputs[role.index], mesh)
-    return Result(leaves, None, found, _shared(input_grads, tensors), updated)
+    return Result(leaves, None, found, _handed_back(input_grads, tensors), updated)
 
 
-def _shared(grads: list[torch.Tensor | None], tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    """A tensor that is passed twice has one gradient, the sum."""
-    total: dict[int, torch.Tensor] = {}
-    for g, t in zip(grads, tensors, strict=True):
+def _halves(sim: Simulated, values: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
+    """What forward and backward give, on all ranks."""
+    parts = sim.parts
+    forward = lower(parts.forward, backend="aot_eager", fake_mode=None).fn
+    with torch.no_grad(), LocalTensorMode(sim.mesh.size):
+        out = forward([values[r] for r in parts.forward_inputs])
+        k = len(parts.forward_outputs)
+        if parts.backward is None:
+            return out[:k], []
+        backward = lower(parts.backward, backend="aot_eager", fake_mode=None).fn
+        return out[:k], backward([*out[k:], *(values[r] for r in parts.backward_inputs)])
+
+
+def _handed_back(grads: list[torch.Tensor | None], tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """What the caller's tensors get: one that is passed twice the sum, one that is a view gives its gradient on."""
+    for t, g in zip(tensors, grads, strict=True):
         if g is not None:
-            total[id(t)] = total[id(t)] + g if id(t) in total else g
-    return [total.get(id(t)) for t in tensors]
+            t.backward(g, retain_graph=True)
+    return [None if not t.is_leaf or t.grad is None else t.grad.clone() for t in tensors]
 
 
 def _joined(each: dict[int, torch.Tensor], placement: Any, mesh: Mesh) -> torch.Tensor:
     local = tuple(placement.local_shape(mesh))
     assert all(tuple(t.shape) == local for t in each.values()), f"a rank has {tuple(each[0].shape)}, not {local}"
     return join(each, placement, mesh)
-
-
-def _without_backward(parts: Any) -> Any:
-    from dataclasses import replace
-
-    return replace(parts, backward=None, backward_inputs=(), backward_outputs=()) if parts.backward is not None else parts
-
-
-__all__ = ["Result", "Trial", "dtype_of", "eager", "math"]

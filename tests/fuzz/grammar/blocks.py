@@ -45,7 +45,7 @@ def _checkpointed(d: Draw) -> list[Line]:
     known = set(d.values)
     lines = _few(d, d.one_of((1, 2, 3)))
     result = next(n for n in reversed(lines[-1].makes))
-    if not d.values[result].requires_grad or any("b" == u[0] for line in lines for u in line.uses):
+    if not d.values[result].requires_grad or any(u[0] == "b" for line in lines for u in line.uses):
         raise Unable
     inside = {n for line in lines for n in line.makes}
     reads = sorted({u for line in lines for u in line.uses if u in known})

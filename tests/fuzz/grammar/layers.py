@@ -67,7 +67,13 @@ def _dropout(d: Draw) -> list[Line]:
     if "dropout" not in d.features:
         raise Unable
     a = d.float(lambda t: t.dim() >= 1)
-    texts = (f"F.dropout({a}, 0.3, self.training)", f"{d.submodule('nn.Dropout(0.5)')}({a})", f"F.dropout({a}, 0.0, True)", f"{a} * torch.rand_like({a})", f"{a} + 0.1 * torch.randn({d.dims(d.shape(a))}, dtype=D)")
+    texts = (
+        f"F.dropout({a}, 0.3, self.training)",
+        f"{d.submodule('nn.Dropout(0.5)')}({a})",
+        f"F.dropout({a}, 0.0, True)",
+        f"{a} * torch.rand_like({a})",
+        f"{a} + 0.1 * torch.randn({d.dims(d.shape(a))}, dtype=D)",
+    )
     return [bound(d, d.one_of(texts))]
 
 

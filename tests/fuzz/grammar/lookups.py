@@ -15,14 +15,24 @@ def _read(d: Draw) -> list[Line]:
     n = shape[dim]
     i = d.indices(n, d.one_of((2, 3, 4)))
     lead = ", ".join([":"] * dim + [i])
-    texts = [f"{a}.index_select({dim}, {i})", f"{a}[{lead}]", f"torch.take({a}, {i})", f"{a}[{lead}].sum({dim})", f"{a}[..., :1].expand({d.dims(shape)}).index_select({dim}, {i})"]
+    texts = [
+        f"{a}.index_select({dim}, {i})",
+        f"{a}[{lead}]",
+        f"torch.take({a}, {i})",
+        f"{a}[{lead}].sum({dim})",
+        f"{a}[..., :1].expand({d.dims(shape)}).index_select({dim}, {i})",
+    ]
     if len(shape) >= 2:
         j = d.indices(shape[0], 3)
         k = d.indices(shape[1], 3)
         texts += [f"{a}[{j}, {k}]", f"{a}[torch.arange(2), {d.indices(shape[1], 2)}]"] if shape[0] >= 2 else []
     if len(shape) >= 3:
         j = d.indices(shape[2], 3)
-        texts += [f"{a}[:, {d.indices(shape[1], 3)}, {j}]", f"{a}[{d.indices(shape[0], 3)}, :, {j}]", f"{a}[{d.indices(shape[0], 2, 1)}, {d.indices(shape[1], 1, 3)}]"]
+        texts += [
+            f"{a}[:, {d.indices(shape[1], 3)}, {j}]",
+            f"{a}[{d.indices(shape[0], 3)}, :, {j}]",
+            f"{a}[{d.indices(shape[0], 2, 1)}, {d.indices(shape[1], 1, 3)}]",
+        ]
     return [bound(d, d.one_of(texts))]
 
 
@@ -65,7 +75,12 @@ def _scatter(d: Draw) -> list[Line]:
 def _masked(d: Draw) -> list[Line]:
     a = d.float(lambda t: t.dim() >= 1)
     m = d.input(f"bools({d.seed()}, {d.dims(d.shape(a))})")
-    texts = (f"torch.where({m}, {a}, {d.alike(a)})", f"{a}.masked_scatter({m}, {d.alike(a)})", f"({a} * {m}).sum(-1)", f"torch.masked_fill({a}, ~{m}, -2.0)")
+    texts = (
+        f"torch.where({m}, {a}, {d.alike(a)})",
+        f"{a}.masked_scatter({m}, {d.alike(a)})",
+        f"({a} * {m}).sum(-1)",
+        f"torch.masked_fill({a}, ~{m}, -2.0)",
+    )
     return [bound(d, d.one_of(texts))]
 
 
@@ -73,7 +88,7 @@ def _masked(d: Draw) -> list[Line]:
 def _routing(d: Draw) -> list[Line]:
     """Each row by one of a few weights, chosen by a score."""
     a = d.float(lambda t: t.dim() == 2)
-    n, k = d.shape(a)
+    k = d.shape(a)[1]
     w, g = d.parameter([3, k, 4]), d.parameter([k, 3])
     v, p, i = d.fresh(), d.fresh(), d.fresh()
     return [

@@ -52,7 +52,12 @@ _TEXTS = [t.strip() for t in _CHANGES.strip().splitlines()]
 
 def _change(d: Draw, a: str) -> str:
     text = d.one_of(_TEXTS)
-    found = {"a": a, "b": d.beside(a) if "{b}" in text else "", "s": d.alike(a) if "{s}" in text else "", "m": d.mask(a) if "{m}" in text else ""}
+    found = {
+        "a": a,
+        "b": d.beside(a) if "{b}" in text else "",
+        "s": d.alike(a) if "{s}" in text else "",
+        "m": d.mask(a) if "{m}" in text else "",
+    }
     return text.format(**found)
 
 
@@ -77,7 +82,18 @@ def _through_view(d: Draw) -> list[Line]:
     """A view written through; the base is read after."""
     a = d.float(lambda t: t.dim() >= 2)
     v, w, r = d.fresh(), d.fresh(), d.fresh()
-    view = d.one_of((f"{v}[0]", f"{v}[:, 0]", f"{v}.transpose(0, 1)", f"{v}.view(-1)", f"{v}[1:]", f"{v}.unbind(0)[0]", f"{v}.chunk(2, -1)[0]", f"{v}.narrow(0, 0, 1)"))
+    view = d.one_of(
+        (
+            f"{v}[0]",
+            f"{v}[:, 0]",
+            f"{v}.transpose(0, 1)",
+            f"{v}.view(-1)",
+            f"{v}[1:]",
+            f"{v}.unbind(0)[0]",
+            f"{v}.chunk(2, -1)[0]",
+            f"{v}.narrow(0, 0, 1)",
+        )
+    )
     change = d.one_of((f"{w}.mul_(0.5)", f"{w}.add_(1)", f"{w}.zero_()", f"{w} *= {w}.detach()", f"{w}.copy_({w} * 2)", f"{w}.tanh_()"))
     return [Line(f"{v} = {a} * 1.0", (v,)), Line(f"{w} = {view}", (w,)), Line(change, (), True), Line(f"{r} = {v} * 2", (r,))]
 
@@ -94,7 +110,9 @@ def _on_input(d: Draw) -> list[Line]:
 @production("inplace", 0.8)
 def _out(d: Draw) -> list[Line]:
     a, v = d.float(), d.fresh()
-    op = d.one_of(("torch.mul({a}, 2, out={v})", "torch.add({a}, {a}, out={v})", "torch.sin({a}, out={v})", "torch.cumsum({a}, 0, out={v})"))
+    op = d.one_of(
+        ("torch.mul({a}, 2, out={v})", "torch.add({a}, {a}, out={v})", "torch.sin({a}, out={v})", "torch.cumsum({a}, 0, out={v})")
+    )
     inside = [f"{v} = torch.empty_like({a})", op.format(a=a, v=v)]
     return [Line("with torch.no_grad():\n" + "\n".join("    " + t for t in inside), (v,))]
 
@@ -120,7 +138,23 @@ def _cast(d: Draw) -> list[Line]:
     d.rough = d.rough or "rough" in d.features
     if "rough" in d.features:
         return [bound(d, d.one_of(("{a}.to(torch.bfloat16).to(D)", "{a}.bfloat16()", "({a}.bfloat16() * 2).to(D)")).format(a=a))]
-    return [bound(d, d.one_of(("{a}.to(D)", "{a}.to({a})", "{a}.type_as({a})", "({a} > 0.2).to(D)", "{a}.detach().mul(3).long()", "{a}.detach().mul(3).int().to(D)", "({a} > 0).int()", "{a}.double()")).format(a=a))]
+    return [
+        bound(
+            d,
+            d.one_of(
+                (
+                    "{a}.to(D)",
+                    "{a}.to({a})",
+                    "{a}.type_as({a})",
+                    "({a} > 0.2).to(D)",
+                    "{a}.detach().mul(3).long()",
+                    "{a}.detach().mul(3).int().to(D)",
+                    "({a} > 0).int()",
+                    "{a}.double()",
+                )
+            ).format(a=a),
+        )
+    ]
 
 
 @production("dtypes", 1.0)

@@ -9,7 +9,22 @@ from tests.fuzz.draw import Draw
 from tests.fuzz.grammar import bound, production, templates
 from tests.fuzz.program import Line
 
-_STEPS = {"ceil", "floor", "round", "trunc", "frac", "sign", "sgn", "signbit", "isfinite", "isinf", "isnan", "isneginf", "isposinf", "logical_not"}
+_STEPS = {
+    "ceil",
+    "floor",
+    "round",
+    "trunc",
+    "frac",
+    "sign",
+    "sgn",
+    "signbit",
+    "isfinite",
+    "isinf",
+    "isnan",
+    "isneginf",
+    "isposinf",
+    "logical_not",
+}
 _SKIPPED = {"bitwise_not", "fill", "frexp", "polygamma", "log_sigmoid_forward", "positive", "digamma", "nan_to_num"}
 
 
@@ -125,14 +140,20 @@ def _prelu(d: Draw) -> list[Line]:
 @production("pointwise", 0.3)
 def _integers(d: Draw) -> list[Line]:
     i = d.indices(5, *d.shape(d.float()))
-    text = d.one_of(("{i} + 1", "{i} * 2 % 3", "{i} // 2", "({i} > 1)", "{i} & 1", "{i}.clamp(max=2)", "{i} ^ 3", "-{i}", "{i}.bool()", "{i} << 1"))
+    text = d.one_of(
+        ("{i} + 1", "{i} * 2 % 3", "{i} // 2", "({i} > 1)", "{i} & 1", "{i}.clamp(max=2)", "{i} ^ 3", "-{i}", "{i}.bool()", "{i} << 1")
+    )
     return [bound(d, text.format(i=i))]
 
 
 @production("pointwise", 0.5)
 def _logic(d: Draw) -> list[Line]:
     m = d.some(lambda t: t.dtype == torch.bool)
-    return [bound(d, d.one_of(("~{m}", "{m} & {m}", "{m}.logical_not()", "{m}.long()", "{m} | ~{m}", "{m}.to(D)", "{m}.cumsum(-1)")).format(m=m))]
+    return [
+        bound(
+            d, d.one_of(("~{m}", "{m} & {m}", "{m}.logical_not()", "{m}.long()", "{m} | ~{m}", "{m}.to(D)", "{m}.cumsum(-1)")).format(m=m)
+        )
+    ]
 
 
 @production("factory")
@@ -142,7 +163,7 @@ def _new(d: Draw) -> list[Line]:
     texts = (
         f"torch.zeros_like({a})", f"torch.ones_like({a}) * {a}", f"torch.full_like({a}, 0.3)", f"{a}.new_zeros(2, {n})", f"{a}.new_ones({n}) * {a}",
         f"torch.arange({n}, dtype=D) * {a}", f"torch.linspace(0, 1, {n}, dtype=D) + {a}", f"torch.eye({n}, dtype=D)", f"torch.full(({n},), 2.0, dtype=D) * {a}",
-        f"torch.ones({n}, {n}, dtype=torch.bool).tril()", f"torch.tensor(0.5, dtype=D) * {a}", f"torch.tensor([0.5, 1.0], dtype=D)", f"{a}.new_full({a}.shape, 0.2)",
+        f"torch.ones({n}, {n}, dtype=torch.bool).tril()", f"torch.tensor(0.5, dtype=D) * {a}", "torch.tensor([0.5, 1.0], dtype=D)", f"{a}.new_full({a}.shape, 0.2)",
         f"torch.zeros({a}.shape[0], dtype=D)", f"torch.arange({a}.shape[-1])", f"torch.empty_like({a}).fill_(0.5)", f"torch.ones({n}, dtype=D).cumsum(0)",
     )  # fmt: skip
     return [bound(d, d.one_of(texts))]

@@ -52,7 +52,9 @@ def _products(d: Draw) -> list[Line]:
     a = d.float(lambda t: t.dim() >= 2)
     if d.chance(0.5):
         b = d.alike(a)
-        text = d.one_of(("{a} @ {b}.transpose(-1, -2)", "{a}.transpose(-2, -1) @ {b}", "torch.matmul({b}, {a}.mT)", "torch.matmul({a}, {b}.mT) * 0.2"))
+        text = d.one_of(
+            ("{a} @ {b}.transpose(-1, -2)", "{a}.transpose(-2, -1) @ {b}", "torch.matmul({b}, {a}.mT)", "torch.matmul({a}, {b}.mT) * 0.2")
+        )
         return [bound(d, text.format(a=a, b=b))]
     k = d.shape(a)[-1]
     b = d.float(lambda t: t.dim() >= 1 and (t.shape[-2] if t.dim() > 1 else t.shape[0]) == k)
@@ -104,7 +106,15 @@ def _attention(d: Draw) -> list[Line]:
     wq, wk, wv = (d.parameter([e, e]) for _ in range(3))
     q, k, v, o = (d.fresh() for _ in range(4))
     heads = f".view({b}, {s}, {h}, {e // h}).transpose(1, 2)"
-    extra = d.one_of(("", ", is_causal=True", f", attn_mask={d.input(f'bools({d.seed()}, {s}, {s}) | torch.eye({s}, dtype=torch.bool)')}", f", attn_mask={d.parameter([s, s])}", ", scale=0.3"))
+    extra = d.one_of(
+        (
+            "",
+            ", is_causal=True",
+            f", attn_mask={d.input(f'bools({d.seed()}, {s}, {s}) | torch.eye({s}, dtype=torch.bool)')}",
+            f", attn_mask={d.parameter([s, s])}",
+            ", scale=0.3",
+        )
+    )
     lines = [Line(f"{n} = ({a} @ {w}){heads}", (n,)) for n, w in ((q, wq), (k, wk), (v, wv))]
     if d.chance(0.3):
         scores = f"({q} @ {k}.transpose(-1, -2) * {1 / (e // h) ** 0.5:.4f})"
@@ -145,12 +155,14 @@ def _stack(d: Draw) -> list[Line]:
     a = d.float(lambda t: t.dim() >= 2)
     n, h = d.shape(a)[-1], d.size()
     m = d.submodule(
-        d.one_of((
-            f"nn.Sequential(nn.Linear({n}, {h}), nn.GELU(), nn.LayerNorm({h}), nn.Linear({h}, {n}))",
-            f"nn.ModuleList([nn.Linear({n}, {n}) for _ in range(3)])",
-            f"nn.ModuleDict(dict(up=nn.Linear({n}, {h}), gate=nn.Linear({n}, {h}), down=nn.Linear({h}, {n})))",
-            f"nn.ParameterList([nn.Parameter(torch.zeros({n}, {n})) for _ in range(2)])",
-        ))  # fmt: skip
+        d.one_of(
+            (
+                f"nn.Sequential(nn.Linear({n}, {h}), nn.GELU(), nn.LayerNorm({h}), nn.Linear({h}, {n}))",
+                f"nn.ModuleList([nn.Linear({n}, {n}) for _ in range(3)])",
+                f"nn.ModuleDict(dict(up=nn.Linear({n}, {h}), gate=nn.Linear({n}, {h}), down=nn.Linear({h}, {n})))",
+                f"nn.ParameterList([nn.Parameter(torch.zeros({n}, {n})) for _ in range(2)])",
+            )
+        )
     )
     kind = d.members[-1].text
     v = d.fresh()
@@ -179,7 +191,18 @@ def _conv(d: Draw) -> list[Line]:
     groups = d.one_of([g for g in (1, 1, 1, 2, c) if c % g == 0])
     out = groups * d.one_of((1, 2, 4))
     size = d.one_of((1, 2, 3))
-    extra = d.one_of(("", ", padding=1", ", stride=2, padding=1", ", bias=False", ", padding=2, dilation=2", ', padding="same"', ', padding=1, padding_mode="circular"', ', padding=1, padding_mode="reflect"'))
+    extra = d.one_of(
+        (
+            "",
+            ", padding=1",
+            ", stride=2, padding=1",
+            ", bias=False",
+            ", padding=2, dilation=2",
+            ', padding="same"',
+            ', padding=1, padding_mode="circular"',
+            ', padding=1, padding_mode="reflect"',
+        )
+    )
     kind = "ConvTranspose" if d.chance(0.2) and "mode" not in extra and "same" not in extra and "dilation" not in extra else "Conv"
     return [bound(d, f"{d.submodule(f'nn.{kind}{k}d({c}, {out}, {size}, groups={groups}{extra})')}({a})")]
 
@@ -192,7 +215,12 @@ def _pool(d: Draw) -> list[Line]:
         f"F.pad({a}, (1, 1))", f'F.pad({a}, (1, 1), mode="replicate")' , f"F.pad({a}, (1, 0, 0, 1))", f'F.pad({a}, (1, 0) * {k}, mode="circular")', f"F.lp_pool{k}d({a}.abs() + 0.1, 2, 2)",
     ]  # fmt: skip
     if not d.rough:
-        texts += [f"F.max_pool{k}d({a}, 2)", f"F.max_pool{k}d({a}, 3, stride=1, padding=1)", f"F.adaptive_max_pool{k}d({a}, 2)", f"F.max_pool{k}d({a}, 2, return_indices=True)[0]"]
+        texts += [
+            f"F.max_pool{k}d({a}, 2)",
+            f"F.max_pool{k}d({a}, 3, stride=1, padding=1)",
+            f"F.adaptive_max_pool{k}d({a}, 2)",
+            f"F.max_pool{k}d({a}, 2, return_indices=True)[0]",
+        ]
     if k == 2:
         texts += [f"F.unfold({a}, 2)", f"F.pixel_shuffle({a}.repeat(1, 4, 1, 1), 2)", f"F.interpolate({a}, scale_factor=2, mode='bilinear')", f"F.interpolate({a}, size=(3, 5), mode='bicubic')",
                   f"F.interpolate({a}, size=(5, 3), mode='bilinear', align_corners=True)", f"F.avg_pool2d({a}, 3, 2, 1, count_include_pad=False)", f"F.pad({a}, (1, 1, 1, 1), mode='reflect')"]  # fmt: skip
@@ -207,8 +235,14 @@ def _grid(d: Draw) -> list[Line]:
     a, _ = image(d, 2)
     n = d.shape(a)[0]
     if d.chance(0.5):
-        return [bound(d, f"F.grid_sample({a}, F.affine_grid({d.parameter([n, 2, 3])}, [{n}, 1, 3, 3], align_corners=False), align_corners=False)")]
-    return [bound(d, f"F.grid_sample({a}, torch.tanh({d.parameter([n, 3, 2, 2])}), mode='bilinear', padding_mode='border', align_corners=True)")]
+        return [
+            bound(
+                d, f"F.grid_sample({a}, F.affine_grid({d.parameter([n, 2, 3])}, [{n}, 1, 3, 3], align_corners=False), align_corners=False)"
+            )
+        ]
+    return [
+        bound(d, f"F.grid_sample({a}, torch.tanh({d.parameter([n, 3, 2, 2])}), mode='bilinear', padding_mode='border', align_corners=True)")
+    ]
 
 
 @production("conv", 0.5)
@@ -221,4 +255,9 @@ def _functional(d: Draw) -> list[Line]:
     return [bound(d, f"F.conv{k}d({a}, {d.parameter([n, c, *[2] * k])}, {d.parameter([n])})")]
 
 
-templates("matmul", "torch.cross({a}[..., :1].expand(*{a}.shape[:-1], 3), {a}[..., :1] * torch.tensor([1.0, 2.0, 3.0], dtype=D), dim=-1)", 0.1, least=2)
+templates(
+    "matmul",
+    "torch.cross({a}[..., :1].expand(*{a}.shape[:-1], 3), {a}[..., :1] * torch.tensor([1.0, 2.0, 3.0], dtype=D), dim=-1)",
+    0.1,
+    least=2,
+)

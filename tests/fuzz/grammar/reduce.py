@@ -99,7 +99,17 @@ def _cross_entropy(d: Draw) -> list[Line]:
     a = d.float(lambda t: t.dim() >= 2 and t.shape[1] >= 2)
     shape = d.shape(a)
     target = d.indices(shape[1], shape[0], *shape[2:])
-    extra = d.one_of(("", "", ', reduction="sum"', ', reduction="none"', ", label_smoothing=0.1", ", ignore_index=1", f", weight={d.parameter([shape[1]])}.detach().square()"))
+    extra = d.one_of(
+        (
+            "",
+            "",
+            ', reduction="sum"',
+            ', reduction="none"',
+            ", label_smoothing=0.1",
+            ", ignore_index=1",
+            f", weight={d.parameter([shape[1]])}.detach().square()",
+        )
+    )
     if d.chance(0.2):
         return [bound(d, f"F.nll_loss(F.log_softmax({a}, dim=1), {target}{extra if 'smooth' not in extra else ''})")]
     if d.chance(0.15):

@@ -158,7 +158,11 @@ def _split(d: Draw) -> list[Line]:
 def _rotate_half(d: Draw) -> list[Line]:
     a = d.float(lambda t: t.dim() >= 1 and t.shape[-1] % 2 == 0)
     h = d.shape(a)[-1] // 2
-    texts = (f"torch.cat([-{a}[..., {h}:], {a}[..., :{h}]], dim=-1)", f"torch.stack([-{a}[..., 1::2], {a}[..., ::2]], dim=-1).flatten(-2)", f"{a}.unflatten(-1, (2, {h})).transpose(-1, -2)")
+    texts = (
+        f"torch.cat([-{a}[..., {h}:], {a}[..., :{h}]], dim=-1)",
+        f"torch.stack([-{a}[..., 1::2], {a}[..., ::2]], dim=-1).flatten(-2)",
+        f"{a}.unflatten(-1, (2, {h})).transpose(-1, -2)",
+    )
     return [bound(d, d.one_of(texts))]
 
 
@@ -187,7 +191,12 @@ def _format(d: Draw) -> list[Line]:
     if "formats" not in d.features:
         raise Unable
     a = d.float(lambda t: t.dim() == 4)
-    texts = ("{a}.contiguous(memory_format=torch.channels_last)", "{a}.to(memory_format=torch.channels_last) * 2", "{a}.clone(memory_format=torch.contiguous_format)", "torch.empty_like({a}, memory_format=torch.channels_last).copy_({a})")
+    texts = (
+        "{a}.contiguous(memory_format=torch.channels_last)",
+        "{a}.to(memory_format=torch.channels_last) * 2",
+        "{a}.clone(memory_format=torch.contiguous_format)",
+        "torch.empty_like({a}, memory_format=torch.channels_last).copy_({a})",
+    )
     return [bound(d, d.one_of(texts).format(a=a))]
 
 
