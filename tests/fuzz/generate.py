@@ -17,8 +17,8 @@ FEATURES = ("formats", "dropout", "mutated_inputs", "rough", "autocast", "contai
 _USUAL = frozenset(FEATURES) - {"strided"}
 
 
-def generate(seed: int, without: frozenset[str] = frozenset()) -> tuple[Program, Counter[str]]:
-    """The program, and what eager refused on the way."""
+def generate(seed: int, without: frozenset[str] = frozenset(), longest: int = 14) -> tuple[Program, Counter[str]]:
+    """The program, and what eager refused on the way. longest: how many statements it may have, about."""
     load()
     rng = random.Random(seed)
     features = _USUAL - without
@@ -32,7 +32,7 @@ def generate(seed: int, without: frozenset[str] = frozenset()) -> tuple[Program,
     _inputs(d)
     weights = {k: w * rng.choice((0.0, 0.3, 1.0, 1.0, 3.0)) for k, w in WEIGHTS.items()}
     weights["pointwise"] += 1.0
-    length = rng.choice((2, 3, 4, 5, 6, 8, 10, 14))
+    length = min(longest, rng.choice((2, 3, 4, 5, 6, 8, 10, 14)))
     for _ in range(6 * length):
         draw_statement(d, weights)
         if len(d.body) >= length:

@@ -28,6 +28,8 @@ def _layer_norm(d: Draw) -> list[Line]:
 
 @production("norm", 1.0)
 def _group_norm(d: Draw) -> list[Line]:
+    if "formats" not in d.features:
+        raise Unable  # its kernels depend on them
     a = d.float(lambda t: t.dim() >= 2)
     c = d.shape(a)[1]
     g = d.one_of([g for g in (1, 2, 3, 4, c) if c % g == 0])
