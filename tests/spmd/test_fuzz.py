@@ -17,7 +17,7 @@ from tests.fuzz.settings import Wanted, draw
 
 FIRST, PROGRAMS, CHUNKS = 20_000, 300, 12
 WIDE = 3000
-WITHOUT = frozenset({"formats"})
+WITHOUT = frozenset({"mutated_inputs"})
 
 
 def run(seeds: range, wanted: Wanted, longest: int) -> None:
