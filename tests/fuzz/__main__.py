@@ -16,8 +16,9 @@ from typing import Any
 
 from tests.fuzz import kept
 from tests.fuzz.check import Outcome
-from tests.fuzz.generate import FEATURES
+from tests.fuzz.generate import FEATURES, generate
 from tests.fuzz.judge import Failure
+from tests.fuzz.loops import search
 from tests.fuzz.report import Report
 from tests.fuzz.settings import Setting, Wanted
 from tests.fuzz.workers import Worker
@@ -38,8 +39,6 @@ def main() -> None:
     a.add_argument("--processes", type=int, default=1, help="of a loop: 1, or gloo processes")
     o = a.parse_args()
     if o.loops:
-        from tests.fuzz.loops import search
-
         search(o.seed, o.programs, o.seconds, o.processes)
         return
     mesh = {k: int(v) for k, v in (x.split("=") for x in o.mesh.split(",") if x)} or None
@@ -49,14 +48,15 @@ def main() -> None:
 
 
 def run(seed: int, programs: int, seconds: float, task: dict[str, Any], folder: Path | None) -> Report:
-    report, worker, start, seen = Report(), Worker(), time.monotonic(), set()
+    report, worker, start = Report(), Worker(), time.monotonic()
+    seen: set[str] = set()
     try:
         for number in range(seed, seed + programs):
             if time.monotonic() - start > seconds:
                 break
             # One of each kind is made small: the others are the same defect, mostly.
-            got = worker.ask({**task, "seed": number, "shrink_s": task["shrink_s"]}, 240 + task["shrink_s"])
-            outcome = _outcome(number, got)
+            got = worker.ask({**task, "seed": number, "seen": sorted(seen)}, 240 + task["shrink_s"])
+            outcome = _outcome(number, got, frozenset(task["without"]))
             report.add(outcome)
             report.statements += Counter(got.get("statements", {}))
             if outcome.failure is not None:
@@ -74,11 +74,9 @@ def run(seed: int, programs: int, seconds: float, task: dict[str, Any], folder: 
     return report
 
 
-def _outcome(number: int, got: dict[str, Any]) -> Outcome:
+def _outcome(number: int, got: dict[str, Any], without: frozenset[str]) -> Outcome:
     if "died" in got:
-        from tests.fuzz.generate import generate
-
-        return Outcome(generate(number)[0].source, failure=Failure("crash", got["died"]), setting=Setting())
+        return Outcome(generate(number, without)[0].source, failure=Failure("crash", got["died"]), setting=Setting())
     failure = Failure(**got["failure"]) if "failure" in got else None
     setting = Setting.of(got["setting"]) if failure else None
     return Outcome(got.get("small", got["source"]), got["unfit"], got["equal"], Counter(got["refused"]), failure, setting, got["seconds"])

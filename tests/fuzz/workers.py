@@ -16,6 +16,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from tests.fuzz.check import check
+from tests.fuzz.generate import generate
+from tests.fuzz.settings import Wanted, draw
+from tests.fuzz.shrink import shrink
+
 PROGRAMS = 250  # a worker's, before a fresh one takes over: what torch caches adds up
 GRACE_S = 90.0
 
@@ -62,12 +69,6 @@ class Worker:
 
 def answer(task: dict[str, Any]) -> dict[str, Any]:
     """Checks one program; where it fails, makes it small if asked to."""
-    from tests.fuzz.check import check
-    from tests.fuzz.generate import generate
-    from tests.fuzz.judge import Failure
-    from tests.fuzz.settings import Setting, Wanted, draw
-    from tests.fuzz.shrink import shrink
-
     seed = task["seed"]
     program, refused = generate(seed, frozenset(task["without"]))
     settings = draw(random.Random(seed), Wanted(**task["wanted"]))
@@ -77,11 +78,11 @@ def answer(task: dict[str, Any]) -> dict[str, Any]:
         "settings": [s.as_dict() for s in settings], "seconds": found.seconds,
     }  # fmt: skip
     if found.failure is not None and found.setting is not None:
-        setting: Setting = found.setting
+        setting = found.setting
         small = program
-        if task["shrink_s"]:
+        if task["shrink_s"] and found.failure.kind not in task["seen"]:
             small, setting = shrink(program, setting, found.failure.kind, task["shrink_s"])
-        failure: Failure = found.failure
+        failure = found.failure
         if small is not program:
             failure = check(small.source, [setting]).failure or failure
         out |= {"failure": asdict(failure), "setting": setting.as_dict(), "small": small.source}
@@ -89,8 +90,6 @@ def answer(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    import torch
-
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -45,15 +45,18 @@ def _checkpointed(d: Draw) -> list[Line]:
     known = set(d.values)
     lines = _few(d, d.one_of((1, 2, 3)))
     result = next(n for n in reversed(lines[-1].makes))
-    if not d.values[result].requires_grad or any(u[0] == "b" for line in lines for u in line.uses):
+    reads = {u for line in lines for u in line.uses}
+    # What a region does to buffers eager does twice, with the rerun, and a compiled step once.
+    changes = [u for u in reads if u in d.module._buffers or (u in d.module._modules and any(True for _ in d.module._modules[u].buffers()))]  # type: ignore[union-attr]
+    if not d.values[result].requires_grad or changes:
         raise Unable
     inside = {n for line in lines for n in line.makes}
-    reads = sorted({u for line in lines for u in line.uses if u in known})
+    given = sorted(reads & known)
     region, v = d.fresh("r"), d.fresh()
     d.hidden |= inside
     for n in inside:
         d.values.pop(n, None)
-    text = f"def {region}({', '.join(reads)}):\n{_indent(lines)}\n    return {result}\n{v} = checkpoint({region}, {', '.join([*reads, 'use_reentrant=False'])})"
+    text = f"def {region}({', '.join(given)}):\n{_indent(lines)}\n    return {result}\n{v} = checkpoint({region}, {', '.join([*given, 'use_reentrant=False'])})"
     return [Line(text, (v,))]
 
 
