@@ -67,7 +67,6 @@ def export_joint(
     g = joint.graph_module
     in_descs = [n.meta["desc"] for n in g.graph.nodes if n.op == "placeholder"]
     out_descs = list(g.graph.output_node().meta["desc"])
-    notes.detached = frozenset(i for i, info in enumerate(joint._aot_state.fw_metadata.output_info) if not info.requires_grad)
     return g, in_descs, out_descs, joint.out_spec
 
 
@@ -364,15 +363,14 @@ class Notes:
     """What dynamo knows of a traced program besides its graph.
 
     reads: names of all attributes and keys that the trace looked at, None where that is not known; constants: (a Python module's names, a name, its value)
-    of the global variables among them; foreign: draws of random numbers that are not torch's; sources: what it looked at, as dynamo has it; detached: outputs
-    without a gradient; sets: flags that forward sets, by their path from the model; settled: once they are set, the program is the same."""
+    of the global variables among them; foreign: draws of random numbers that are not torch's; sources: what it looked at, as dynamo has it; sets:
+    flags that forward sets, by their path from the model; settled: once they are set, the program is the same."""
 
     effects: list[Effect] = field(default_factory=list)
     reads: frozenset[str] | None = None
     constants: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
     sources: list[Any] = field(default_factory=list)
-    detached: frozenset[int] = frozenset()
     sets: dict[tuple[str, ...], Any] = field(default_factory=dict)
     settled: bool = False
 

@@ -322,7 +322,8 @@ class Builder:
 
     def coordinate(self, axis: str) -> torch.Tensor:
         if axis not in self.coordinates:
-            self.coordinates[axis] = torch.tensor(self.groups.coordinates[axis], dtype=torch.int64, device=self.device)
+            with torch.inference_mode(False):  # kept: a step that trains cannot save what was made in inference mode
+                self.coordinates[axis] = torch.tensor(self.groups.coordinates[axis], dtype=torch.int64, device=self.device)
         return self.coordinates[axis]
 
     def dtensor(self, local: torch.Tensor, p: Placement) -> DTensor:

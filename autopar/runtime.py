@@ -8,6 +8,7 @@ optimizer built earlier keeps working.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -72,7 +73,7 @@ class ParallelModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         kwargs = off_cache(self.__dict__["_wrapped"], kwargs)
         call = Call.of(args, kwargs)
-        grad = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        grad = self._needs_grad(call)
         step = self._step_for(call, grad)
         with during("forward: local inputs", self._builder.groups.ranks):
             values = self._values(step, call)
@@ -184,7 +185,11 @@ class ParallelModule(nn.Module):
     def prepare(self, *args: Any, **kwargs: Any) -> Step:
         """Captures and compiles the step for a call with these arguments, without running it."""
         call = Call.of(args, off_cache(self.__dict__["_wrapped"], kwargs))
-        return self._step_for(call, torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()))
+        return self._step_for(call, self._needs_grad(call))
+
+    def _needs_grad(self, call: Call) -> bool:
+        """Also where only inputs want gradients: a frozen or parameterless model."""
+        return torch.is_grad_enabled() and any(t.requires_grad for t in itertools.chain(self.parameters(), call.tensors))
 
     # ---- what the user may ask -------------------------------------------------------------------------------
 
@@ -375,9 +380,8 @@ class _Apply(torch.autograd.Function):
         ctx.save_for_backward(*run.saved, *keep.values())
         run.saved, run.values = [], {}
         ctx.run, ctx.n_params, ctx.n = run, n_params, len(tensors)
-        detached = run.step.captured.notes.detached
-        kept = [o for i, o in enumerate(outputs) if o is not None and (i in detached or not (o.is_floating_point() or o.is_complex()))]
-        ctx.mark_non_differentiable(*kept)
+        tangents = {r.index for r in run.step.captured.inputs if r.kind == "tangent"}  # of outputs that have a gradient
+        ctx.mark_non_differentiable(*[o for i, o in enumerate(outputs) if o is not None and i not in tangents])
         ctx.set_materialize_grads(False)
         return outputs
 

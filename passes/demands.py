@@ -46,6 +46,8 @@ DEMANDS: dict[str, Demand] = {
     "aten.native_group_norm_backward": Demand(whole=(2, 3, 4), alike=(1, 0), mask=9),
     "aten.native_layer_norm_backward": Demand(whole=(3, 4)),
     "aten._fused_rms_norm_backward": Demand(whole=(3,)),
+    "aten._weight_norm_interface": Demand(whole=(0, 1)),
+    "aten._weight_norm_interface_backward": Demand(whole=(0, 1, 2, 3)),
     "aten.nll_loss2d_backward": Demand(whole=(1,)),
     "aten.adaptive_max_pool3d_backward": Demand(whole=(2,)),
     "aten.fractional_max_pool2d_backward": Demand(whole=(4,)),

@@ -206,13 +206,16 @@ class _Sharder:
                 node = self.call(torch.ops.aten.clone.default, (node,), {})  # a view of it would keep all of what it was cut from
             have[step.dst] = node
             self.keep(name, step.dst, node)
-            self.made_in.setdefault((name, step.dst), self.direction)
+            self.made_in[name, step.dst] = self.direction
         return node
 
     def sources(self, name: str, have: dict[Placement, fx.Node]) -> list[Placement]:
-        """The versions that may be drawn on: in backward those the plan keeps, those made again, and those made in backward."""
+        """The versions that may be drawn on: in forward (results are brought to their places last) those made in forward; in backward those the plan keeps,
+        those made again, and those made in backward."""
         kept = self.plan.kept.get(name)
-        if self.direction == "forward" or (kept is None and name.split(".")[0] not in self.plan.recompute):
+        if self.direction == "forward":
+            return [p for p in have if self.made_in.get((name, p)) != "backward"]
+        if kept is None and name.split(".")[0] not in self.plan.recompute:
             return list(have)
         again = self.primary[name] if name.split(".")[0] in self.plan.recompute else None
         return [p for p in have if p in (kept, again) or self.made_in.get((name, p)) == "backward"]
@@ -380,6 +383,8 @@ class _Sharder:
         graph, plan, options = self.graph, self.plan, self.options
         nodes = list(self.captured.gm.graph.nodes)
         by_name = {o.name: o for o in graph.ops}
+        # As `graph.ops`: what forward would find first among versions could have been made in backward else.
+        nodes.sort(key=lambda n: n.name in by_name and by_name[n.name].direction == "backward")
         entries = []
         places = iter(self.captured.inputs)
         for node in (n for n in nodes if n.op == "placeholder"):

@@ -1,0 +1,97 @@
+"""One program, under a few settings: the outcome of each."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from autopar import _torch
+from autopar.errors import AutoparError
+from tests.fuzz.judge import Failure, Reference, Unfit, failure_of
+from tests.fuzz.run import Trial
+from tests.fuzz.settings import Setting
+
+SECONDS = {"aot_eager": 40, "inductor": 150}
+
+
+class Hang(Exception):
+    """A step did not end."""
+
+
+@dataclass
+class Outcome:
+    """Of one program. failure, setting: the first that failed."""
+
+    source: str = ""
+    unfit: str = ""
+    equal: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    failure: Failure | None = None
+    setting: Setting | None = None
+    seconds: float = 0.0
+
+
+def check(source: str, settings: Sequence[Setting], reference: Reference | None = None) -> Outcome:
+    out, start = Outcome(source), time.perf_counter()
+    try:
+        with _limit(SECONDS["aot_eager"]):
+            reference = reference or Reference.of(source)
+    except Unfit as e:
+        out.unfit = str(e)
+        return out
+    trial = Trial(source)
+    for s in settings:
+        try:
+            with _limit(SECONDS[s.backend] * (3 if s.layout == "plan" else 1)):
+                out.failure = reference.compare(trial.run(s))
+        except AutoparError as e:
+            out.refused[message_class(e)] += 1
+            if trial.captured is None:
+                break
+            continue
+        except Exception as e:
+            out.failure = failure_of(e)
+        finally:
+            _tidy()
+        if out.failure is not None:
+            out.setting = s
+            break
+        out.equal += 1
+    out.seconds = time.perf_counter() - start
+    return out
+
+
+def message_class(e: AutoparError) -> str:
+    """The kind of message: without names and numbers."""
+    text = re.sub(r"\b(M|v\d+|x\d+|\d[\d.e+-]*)\b|'[^']*'", "_", e.what.splitlines()[0] if e.what else "")
+    return f"{type(e).__name__}: {text[:110]}"
+
+
+def _tidy() -> None:
+    """What failed may have left its world open."""
+    if dist.is_initialized():
+        _torch.unalias_process_groups()
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _limit(seconds: int) -> Iterator[None]:
+    def late(*_: Any) -> None:
+        raise Hang(f"more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    # Whoever set the timer before (pytest's timeout does) gets it back.
+    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, left)
+        signal.signal(signal.SIGALRM, before)
