@@ -36,6 +36,7 @@ from autopar.inputs import InputReader
 from autopar.layout import Layout
 from autopar.lower import CompileOnce
 from autopar.machine import here
+from autopar.memory_format import laid, order_of
 from autopar.offload import OffloadSettings, close_store, next_number, numbered, open_store
 from autopar.offload_wish import Offload
 from autopar.placement import Placement
@@ -200,7 +201,10 @@ class Builder:
             grad = p.grad
             p.grad = None
             with torch.no_grad():
-                moved = nn.Parameter(p.detach().redistribute(self.device_mesh, want), requires_grad=p.requires_grad)
+                there = p.detach().redistribute(self.device_mesh, want)
+                local = laid(_torch.local_tensor(there), order_of(p))  # which a redistribution of DTensor's leaves contiguous
+                there = _torch.dtensor(local, self.device_mesh, want, tuple(p.shape), order_of(p))
+                moved = nn.Parameter(there, requires_grad=p.requires_grad)
             _torch.swap_parameter(p, moved)
             if isinstance(grad, DTensor):
                 p.grad = grad.redistribute(self.device_mesh, want)

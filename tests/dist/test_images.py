@@ -18,11 +18,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.capture import Call
 from autopar.passes.lay_out import copies
 from tests.dist.launch import run
 from tests.images import IMAGES, batch_of, model_of
 
 FORMATS = ("contiguous", "channels_last")
+
+
+def step_shape(step: Any, role: Any) -> tuple[int, ...]:
+    places = [n for n in step.base.forward.graph.nodes if n.op == "placeholder"]
+    return tuple(next(n for n, r in zip(places, step.base.forward_inputs, strict=True) if r == role).meta["val"].shape)
 
 
 def whole(t: torch.Tensor) -> torch.Tensor:
@@ -58,6 +64,10 @@ def train(name: str, last: bool, sizes: tuple[int, ...], layout: str | None, bac
     for (_, b), (_, c) in zip(model.named_buffers(), one.named_buffers(), strict=True):
         buffer = max(buffer, float((b.double() - c.double()).norm()) / (1e-3 * float(c.double().norm()) + 1e-6))
     (step,) = model._steps.values()
+    given = {r: tuple(t.stride()) for r, t in model._values(step, Call.of((), inputs)).items()}
+    strides = dict(zip(step.base.forward_inputs, step.strides, strict=True))
+    moved = [r for r, s in strides.items() if r.kind in ("param", "input") and given[r] != tuple(s) and 1 not in step_shape(step, r)]
+    assert not moved, f"copied at every step, for they lie otherwise: {moved}"
     made = [copies(step.base.forward), copies(step.base.backward)]
     return {"losses": losses, "wants": wants, "worst": worst, "buffer": buffer, "copies": made, "seconds": time.monotonic() - start}
 
