@@ -30,6 +30,7 @@ from autopar.owned import local_box
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PARTS = "model-*-of-*.safetensors"
+WRITING = ".writing"  # behind the name of a file until all are written
 
 
 def load_safetensors(model: nn.Module, path: str | os.PathLike[str]) -> int:
@@ -63,7 +64,7 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str]) -> int:
 
 def save_safetensors(model: nn.Module, folder: str | os.PathLike[str], max_shard_size: int = 5 * 1000**3) -> None:
     """Writes `model` in Hugging Face layout, files of at most `max_shard_size` bytes (a larger tensor gets its own), in the place of
-    any that are there. Collective."""
+    any that are there, which stay until all is written. Collective."""
     out = Path(folder)
     writes = not dist.is_initialized() or dist.get_rank() == 0
     tensors = model.state_dict(keep_vars=True)
@@ -74,17 +75,28 @@ def save_safetensors(model: nn.Module, folder: str | os.PathLike[str], max_shard
     def clear() -> None:
         if writes:
             out.mkdir(parents=True, exist_ok=True)
-            for old in [out / INDEX, out / SINGLE, *out.glob(PARTS)]:
-                old.unlink(missing_ok=True)
+            for cut_short in out.glob(f"*{WRITING}"):
+                cut_short.unlink(missing_ok=True)
 
     def write(file: str, whole: dict[str, torch.Tensor]) -> None:
         if writes:
-            save_file(whole, out / file, metadata={"format": "pt"})
+            save_file(whole, out / (file + WRITING), metadata={"format": "pt"})
 
-    def index() -> None:
-        if writes and len(files) > 1:
-            names = {n: file for file, part in zip(file_names, files, strict=True) for n in part}
-            (out / INDEX).write_text(json.dumps({"metadata": {"total_size": sum(size_bytes.values())}, "weight_map": names}, indent=2))
+    def settle() -> None:
+        """All is written: the new files take the old ones' place."""
+        if not writes:
+            return
+        names = list(file_names)
+        if len(files) > 1:
+            weights = {n: file for file, part in zip(file_names, files, strict=True) for n in part}
+            (out / (INDEX + WRITING)).write_text(
+                json.dumps({"metadata": {"total_size": sum(size_bytes.values())}, "weight_map": weights}, indent=2)
+            )
+            names.append(INDEX)
+        for old in {out / INDEX, out / SINGLE, *out.glob(PARTS)} - {out / n for n in names}:
+            old.unlink(missing_ok=True)
+        for name in names:
+            os.replace(out / (name + WRITING), out / name)
 
     with during("writing safetensors"):
         together(clear, out)
@@ -96,7 +108,7 @@ def save_safetensors(model: nn.Module, folder: str | os.PathLike[str], max_shard
                 if writes:
                     whole[n] = t.cpu().contiguous()
             together(lambda file=file, whole=whole: write(file, whole), out)
-        together(index, out)
+        together(settle, out)
 
 
 def _aliases(model: nn.Module) -> dict[int, list[str]]:
