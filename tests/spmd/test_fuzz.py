@@ -16,7 +16,7 @@ from tests.fuzz.loops import is_failure, one_process
 from tests.fuzz.settings import Wanted, draw
 
 FIRST, PROGRAMS, CHUNKS = 20_000, 300, 12
-WIDE = 240
+WIDE = 120
 WITHOUT = frozenset({"mutated_inputs"})
 
 
