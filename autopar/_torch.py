@@ -863,6 +863,36 @@ def decompose_late(gm: fx.GraphModule, values: list[Any], mode: Any) -> fx.Graph
         return make_fx(gm, decomposition_table=select_decomp_table(), tracing_mode="real", _allow_non_fake_inputs=True)(*values)
 
 
+@contextlib.contextmanager
+def scatters_before_readers() -> Iterator[None]:
+    """While open, Inductor's scheduler keeps the order of reads and writes in place when it computes a node's loops again.
+
+    It does so on CPU, where it fuses loops of different shapes. torch 2.13 then forgets that a node reads what a scatter added to (the
+    gradient of an upsampling or a max pooling, index_add), not the zeros before it; such a node may come to stand before the scatter, and
+    silently reads zeros. Torch before 2.13 also forgets what must run before a write. pytorch/pytorch#185509, mended by #185873; where it
+    is, nothing changes.
+    """
+    from torch._inductor.dependencies import StarDep, WeakDep
+    from torch._inductor.scheduler import SchedulerNode
+    from torch.utils._ordered_set import OrderedSet
+
+    theirs = SchedulerNode.recompute_size_and_body
+
+    def ours(node: Any, *args: Any, **kwargs: Any) -> None:
+        order: Any = OrderedSet(d for d in node.read_writes.reads if isinstance(d, (WeakDep, StarDep)))
+        theirs(node, *args, **kwargs)
+        node.set_read_writes(node.read_writes.with_read(order).rename(node.mutation_renames))
+
+    config: Any = torch.compiler.config
+    SchedulerNode.recompute_size_and_body = ours  # type: ignore[method-assign]
+    try:
+        # Another key of the cache on disk, where what was compiled without this may lie, wrong.
+        with config.patch(cache_key_tag=f"{config.cache_key_tag}scatters before readers"):
+            yield
+    finally:
+        SchedulerNode.recompute_size_and_body = theirs  # type: ignore[method-assign]
+
+
 def compile_inner(gm: fx.GraphModule, mode: Any, is_backward: bool) -> tuple[Any, tuple[tuple[int, ...] | None, ...] | None]:
     """Inductor on a decomposed graph: the callable (a list of tensors in, boxed) and the strides of its outputs."""
     from torch._guards import TracingContext, tracing
@@ -877,6 +907,7 @@ def compile_inner(gm: fx.GraphModule, mode: Any, is_backward: bool) -> tuple[Any
         tracing(context),
         V.set_fake_mode(mode),
         config.patch({"reorder_for_peak_memory": False}),
+        scatters_before_readers(),
         context.report_output_strides() as found,
     ):
         fn = compile_fx_inner(gm, values, is_backward=is_backward)
