@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
+
+
+@pytest.fixture(autouse=True)
+def no_group_left() -> Iterator[None]:
+    """Other tests of the process start their own."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class Scattered(nn.Module):
