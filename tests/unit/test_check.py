@@ -16,6 +16,8 @@ from autopar.passes import local
 from tests.images import batch_of, model_of
 from tests.models import ZOO
 
+pytestmark = pytest.mark.usefixtures("one_process")
+
 
 class Model(nn.Module):
     def __init__(self) -> None:

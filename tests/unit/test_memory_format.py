@@ -19,6 +19,8 @@ from autopar.placement import Placement
 from autopar.redistribution import redistribute
 from tests.images import batch_of, model_of
 
+pytestmark = pytest.mark.usefixtures("one_process")
+
 
 def images(*shape: int, last: bool = True, seed: int = 0) -> Tensor:
     x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))

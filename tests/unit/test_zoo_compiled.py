@@ -11,6 +11,8 @@ import autopar
 from autopar.random import EagerRandom
 from tests.models import ZOO
 
+pytestmark = pytest.mark.usefixtures("one_process")
+
 
 @pytest.mark.wide
 @pytest.mark.parametrize("name", ZOO)
