@@ -88,9 +88,9 @@ HERE = [("unet2d", False), ("unet2d", True), ("unet", True), ("resnet", True), (
 
 
 @pytest.mark.parametrize("sizes", [(2,), (2, 2)])
-def test_planned(sizes: tuple[int, ...]) -> None:
-    cases = HERE if len(sizes) == 1 else HERE[1:3]
-    check(run(every, math.prod(sizes), cases, sizes, None, "aot_eager", 4, 8), cases)
+def test_equals_one_device(sizes: tuple[int, ...]) -> None:
+    cases, layout = (HERE, None) if len(sizes) == 1 else (HERE[1:3], "fsdp+tp")
+    check(run(every, math.prod(sizes), cases, sizes, layout, "aot_eager", 4, 8), cases)
 
 
 @pytest.mark.wide
