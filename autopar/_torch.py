@@ -469,7 +469,11 @@ def _changed_items(var: Any, owner: Any, source: str) -> tuple[tuple[str, ...] |
     None: nothing changed."""
     items = getattr(var, "items", None)
     if isinstance(items, dict) and hasattr(var, "is_new_item") and isinstance(owner, dict):
-        changed = [str(k.vt.as_python_constant()) for k, v in items.items() if var.is_new_item(var.original_items.get(k), v)]
+        changed = [
+            str(k.vt.as_python_constant())
+            for k, v in items.items()
+            if var.is_new_item(var.original_items.get(k), v) and not _is_item(v, source, k.vt.as_python_constant())
+        ]
         left = {str(k.vt.as_python_constant()) for k in items}
         known = {str(k) for k, v in owner.items() if not isinstance(v, torch.Tensor) or str(k) not in changed or _like(v, items, k)}
         changed += [str(k) for k in owner if str(k) not in left]
@@ -478,6 +482,13 @@ def _changed_items(var: Any, owner: Any, source: str) -> tuple[tuple[str, ...] |
     if as_long and all(v.source is not None and _name_of(v.source) == f"{source}[{i}]" for i, v in enumerate(items)):
         return None, ()
     return (), ()
+
+
+def _is_item(value: Any, source: str, key: Any) -> bool:
+    """Whether a value is what the dict `source` had under `key` from the beginning, also as an attribute of the module whose dict it is (functional_call puts it
+    back from there)."""
+    owner = source.removesuffix("._parameters").removesuffix("._buffers")
+    return value.source is not None and _name_of(value.source) in (f"{source}[{key!r}]", f"{owner}.{key}")
 
 
 def _like(old: torch.Tensor, items: dict[Any, Any], key: Any) -> bool:
