@@ -111,7 +111,8 @@ def budgets(name: str, axes: str, everything: Memory, size: tuple[int, int, int]
     try:
         memory(name, axes, low, *size)
     except InfeasibleError as e:
-        low = 1.01 * (low + e.shortfall_bytes)
+        # The least that is found depends on the time there is for it: never more than what saving everything takes.
+        low = min(1.01 * (low + e.shortfall_bytes), 0.9 * everything.predicted)
     return [low + share * (everything.predicted - low) for share in (0.0, 0.3, 0.6, 0.9)]
 
 
