@@ -89,15 +89,7 @@ def _refuse_unknown_sizes(gm: fx.GraphModule) -> None:
             for v in pytree.tree_leaves(value)
             if isinstance(v, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
         ):
-            lines = [line.strip() for line in str(n.stack_trace or "").splitlines() if line.strip()]
-            at = next((i for i in reversed(range(len(lines))) if lines[i].startswith("File ")), None)
-            where = (
-                ""
-                if at is None
-                else re.sub(r'^File "(.*)", line (\d+), in (.*)$', r"\1:\2 in \3", lines[at])
-                + "".join(f": {x}" for x in lines[at + 1 : at + 2])
-            )
-            raise UnknownSize(f"what {n.name} gives has a size or value that depends on data", where)
+            raise UnknownSize(f"what {n.name} gives has a size or value that depends on data", line_of(n))
 
 
 def _separate_outputs(gm: fx.GraphModule) -> None:
@@ -650,6 +642,15 @@ def leave_region(n: fx.Node) -> None:
 
 
 # ---- fx ------------------------------------------------------------------------------------------------------------
+
+
+def line_of(n: fx.Node) -> str:
+    """The user's line that a node was traced from, "file:line in function: source"; the node's name where it is not known."""
+    lines = [line.strip() for line in str(n.meta.get("stack_trace") or n.stack_trace or "").splitlines() if line.strip(" ^~")]
+    at = next((i for i in reversed(range(len(lines))) if lines[i].startswith("File ")), None)
+    if at is None:
+        return n.name
+    return ": ".join([re.sub(r'^File "(.*)", line (\d+), in (.*)$', r"\1:\2 in \3", lines[at]), *lines[at + 1 : at + 2]])
 
 
 def is_getitem(n: fx.Node) -> bool:

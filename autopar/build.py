@@ -95,7 +95,7 @@ def refuse_unknown_random(gm: fx.GraphModule) -> None:
         if _torch.draws_random(n) and str(n.target) not in targets():
             raise CaptureError(
                 f"{n.target} draws random numbers, and autopar has no counter-based form of it",
-                where=(n.meta.get("stack_trace") or "").strip().splitlines()[-1] if n.meta.get("stack_trace") else n.name,
+                where=_torch.line_of(n),
                 fix="draw the numbers outside the model and pass them in, or use rand, randn, randint, bernoulli or dropout",
             )
 

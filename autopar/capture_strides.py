@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar import _torch
 from autopar.errors import CaptureError
 from autopar.memory_format import dense_order, inverse
 
@@ -36,10 +37,9 @@ def _rewrite(graph: fx.Graph, n: fx.Node, mode: Any) -> None:
     order = dense_order(x)
     reach = sum((k - 1) * s for k, s in zip(size, stride, strict=True)) + 1 if all(size) else 0
     if order is None or offset < 0 or offset + reach > x.numel():
-        trace = (n.meta.get("stack_trace") or "").strip().splitlines()
         raise CaptureError(
             f"{n.target} looks at memory beyond the tensor of shape {tuple(x.shape)} that it is given",
-            where=trace[-1].strip() if trace else n.name,
+            where=_torch.line_of(n),
             fix="write it with views that name what they show (unfold, transpose, slicing), or give it a tensor that owns all of the memory",
         )
     if order == tuple(range(x.dim())) and offset == (given or 0):

@@ -45,6 +45,7 @@ class OneDevice:
     def __init__(self, captured: Captured, values: Mapping[Role, torch.Tensor], counters: torch.Tensor) -> None:
         self.captured = captured
         self.values: dict[str, torch.Tensor] = {}
+        self.made = {tensor_name(n): n for n in captured.gm.graph.nodes}
         self._env: dict[fx.Node, Any] = {}
         self._random = EagerRandom(int(counters[0]), int(counters[1]))
         self._places = dict(zip((n for n in captured.gm.graph.nodes if n.op == "placeholder"), captured.inputs, strict=True))
@@ -101,8 +102,7 @@ class FirstStep:
         elif self.rank == 0:
             self.one = OneDevice(self.step.captured, {r: t.cpu() for r, t in whole.items()}, values[Role("seed")].cpu())
         parts = self.step.base
-        out = self._run(parts.forward, [values[r] for r in parts.forward_inputs], "forward")
-        self._expected = out
+        self._expected = self._run(parts.forward, [values[r] for r in parts.forward_inputs], "forward")
 
     def ran(self, outputs: Sequence[tuple[Role, torch.Tensor | None]], saved: Sequence[torch.Tensor]) -> None:
         """What the real forward returned, against the same call by call."""
@@ -124,8 +124,7 @@ class FirstStep:
             return
         if self.one is not None:
             self.one.run({r: t.cpu() for r, t in whole.items()})
-        out = self._run(parts.backward, [*saved, *(values[r] for r in parts.backward_inputs)], "backward")
-        self._expected = out
+        self._expected = self._run(parts.backward, [*saved, *(values[r] for r in parts.backward_inputs)], "backward")
         self.one = None
 
     def ran_backward(self, outputs: Sequence[tuple[Role, torch.Tensor | None]]) -> None:
@@ -176,16 +175,15 @@ class FirstStep:
             if not torch.equal(got[odd].nan_to_num(), want.to(got.dtype)[odd].nan_to_num()) or bool((~got.isfinite() & ~odd).any()):
                 wrong = "infinities or nan elsewhere"
         if wrong:
-            made = next(m for m in self.one.captured.gm.graph.nodes if tensor_name(m) == name)
             raise CheckError(
                 f"{n.target} made another value than one device: {wrong}",
-                where=f"{name} at {placement}; {_line(made)}",
+                where=f"{name} at {placement}; {_torch.line_of(self.one.made[name])}",
                 fix="report it with this message; until then a hand layout, or a plan with more memory, may avoid it",
             )
 
     def _operands(self, name: str) -> Iterator[torch.Tensor]:
         assert self.one is not None
-        made = next(m for m in self.one.captured.gm.graph.nodes if tensor_name(m) == name)
+        made = self.one.made[name]
         made = made.args[0] if _torch.is_getitem(made) else made
         for a in made.all_input_nodes:
             v = self.one.values.get(tensor_name(a))
@@ -224,11 +222,6 @@ def _norm(t: torch.Tensor) -> float:
 
 def _said(r: Role) -> str:
     return f"{r.kind} {r.name or r.index}"
-
-
-def _line(n: fx.Node) -> str:
-    trace = [line.strip() for line in (n.meta.get("stack_trace") or "").splitlines() if line.strip(" ^~")]
-    return " ".join(trace[-2:]) or n.name
 
 
 def _free_bytes() -> float:

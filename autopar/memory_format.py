@@ -21,6 +21,13 @@ def contiguous(dims: int) -> Order:
     return tuple(range(dims))
 
 
+# What torch calls the formats of images and volumes, which there is more than one of.
+FORMATS = {contiguous(dims): torch.contiguous_format for dims in (4, 5)} | {
+    channels_last(4): torch.channels_last,
+    channels_last(5): torch.channels_last_3d,
+}
+
+
 def order_of(t: torch.Tensor) -> Order:
     """The format of `t`; contiguous where it is in none."""
     dims = t.dim()

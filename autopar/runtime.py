@@ -230,11 +230,8 @@ class ParallelModule(nn.Module):
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Counts of what compilation did: distinct layers lowered, cache hits."""
-        return {
-            str(i): {"forward": s.lowered.stats, "backward": {k: v[1].stats for k, v in s.backwards.items()}}
-            for i, s in enumerate(self._steps.values())
-        }
+        """Counts of what compilation did: distinct layers lowered, cache hits, copies made for kernels that demand another layout."""
+        return {str(i): s.stats for i, s in enumerate(self._steps.values())}
 
     def train(self, mode: bool = True) -> ParallelModule:
         super().train(mode)

@@ -18,6 +18,7 @@ from autopar.graph import Graph
 from autopar.groups import Groups
 from autopar.lower import CompileOnce, Lowered, lower
 from autopar.memory_format import with_strides
+from autopar.passes.lay_out import copies
 from autopar.passes.manager import joint_passes, overlap, run_passes
 from autopar.passes.offload import offload
 from autopar.passes.partition import Parts, partition
@@ -53,6 +54,7 @@ class Step:
         self.strides = [n.meta["val"].stride() for n in places]
         self.lowered = self.lower(parts.forward)
         self.backwards: dict[tuple[bool, bool], tuple[Parts, Lowered]] = {}
+        self.given_strides: dict[tuple[bool, bool], list[tuple[int, ...]]] = {}  # of what a backward takes besides what is saved
         self.checked = False  # by AUTOPAR_CHECK
 
     @property
@@ -87,6 +89,15 @@ class Step:
         return next(n.meta["val"] for r, n in zip(self.base.backward_inputs, places, strict=True) if r == Role("tangent", "", index))
 
     @property
+    def stats(self) -> dict[str, Any]:
+        """By half, and for backward by variant."""
+        copied = [0 if gm is None else copies(gm) for gm in (self.base.forward, self.base.backward)]
+        return {
+            "forward": {**self.lowered.stats, "layout_copies": copied[0]},
+            "backward": {k: {**lowered.stats, "layout_copies": copied[1]} for k, (_, lowered) in self.backwards.items()},
+        }
+
+    @property
     def saved_strides(self) -> Any:
         strides = self.lowered.strides
         return None if strides is None else strides[len(self.base.forward_outputs) :]
@@ -96,6 +107,9 @@ class Step:
         if key not in self.backwards:
             parts = self.base if key == (True, False) else self.parts(*key)[0]
             assert parts.saved == self.base.saved, "variants of backward must read the same saved values"
+            assert parts.backward is not None
+            places = parts.backward.graph.find_nodes(op="placeholder")
+            self.given_strides[key] = [n.meta["val"].stride() for n in places[len(parts.saved) :]]
             self.backwards[key] = (parts, self.lower(parts.backward, self.saved_strides, True))
         return self.backwards[key]
 
@@ -116,10 +130,8 @@ class Step:
     ) -> list[tuple[Role, torch.Tensor | None]]:
         """Empties `saved` and `values`, so that each tensor can be freed at its last use."""
         parts, lowered = self.backward_of(sync, accumulated)
-        places = [n for n in parts.backward.graph.nodes if n.op == "placeholder"][len(saved) :] if parts.backward is not None else []
-        given = [with_strides(values[r], n.meta["val"].stride()) for r, n in zip(parts.backward_inputs, places, strict=True)]
-        flat = [*saved, *given]
-        del given
+        strides = self.given_strides[sync, accumulated]
+        flat = [*saved, *(with_strides(values[r], s) for r, s in zip(parts.backward_inputs, strides, strict=True))]
         saved.clear()
         values.clear()
         out = lowered.fn(flat)

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from autopar import _torch
-from autopar.memory_format import Order, contiguous, laid, order_of
+from autopar.memory_format import Order, contiguous, dense_order, laid, order_of
 from autopar.passes.nodes import is_collective
 
 ORDERS = "operand_orders"  # meta of a call of an operator that is not torch's: the captured order of each tensor operand
@@ -90,6 +90,12 @@ def is_foreign(target: Any) -> bool:
     return _torch.is_operator(target) and target.namespace not in _KNOWN
 
 
+def captured_orders(node: fx.Node) -> tuple[tuple[int, Order], ...]:
+    """(position, order) of the operands of a captured call that lay without gaps."""
+    tensors = ((i, a.meta["val"]) for i, a in enumerate(node.args) if isinstance(a, fx.Node) and isinstance(a.meta["val"], torch.Tensor))
+    return tuple((i, order) for i, val in tensors if (order := dense_order(val)) is not None)
+
+
 def orders(target: Any, args: Sequence[Any]) -> list[tuple[int, Order]]:
     """(position, order) of the operands that have to lie in one. args: tensors where the call has tensors."""
     d = demand_of(target)
@@ -112,7 +118,6 @@ def guarded(n: fx.Node) -> Callable[..., Any] | None:
     target, given = n.target, n.meta.get(ORDERS)
     if demand_of(target) is None and not given:
         return None
-
     from_start = str(target).startswith("aten.as_strided")
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -141,4 +146,5 @@ def guard(graph: fx.Graph) -> None:
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
+    """`x` without gaps, its dims in order."""
     return laid(x, contiguous(x.dim()))

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 import autopar.offload  # noqa: F401  registers the ops
+from autopar.memory_format import contiguous, dense_order
 from autopar.passes.nodes import AWAY, nbytes
 from autopar.passes.overlap import BROUGHT, MARK, SENT
 from autopar.passes.partition import Parts
@@ -78,7 +79,7 @@ def _firsts(gm: fx.GraphModule, stretch_of: Mapping[str, int]) -> list[tuple[int
 
 def _send(graph: fx.Graph, x: fx.Node, store: str, until: fx.Node, mode: Any) -> fx.Node:
     """The handle of `x`, which is there before node `until`."""
-    order = _dense_order(x.meta["val"])
+    order = _order(x.meta["val"])
     dense = x
     if order != sorted(order):
         with graph.inserting_after(x):
@@ -95,7 +96,7 @@ def _bring(graph: fx.Graph, place: fx.Node, x: fx.Node, handle: fx.Node, starts:
     """Readers of `place`, which stood for `x`, read what comes back for the handle, which it stands for now."""
     val = x.meta["val"]
     place.meta["val"] = handle.meta["val"]
-    order = _dense_order(val)
+    order = _order(val)
     about = ([val.shape[d] for d in order], val.dtype, val.device)
     position = {n: i for i, n in enumerate(graph.nodes)}
     readers = sorted(place.users, key=position.__getitem__)
@@ -122,7 +123,6 @@ def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node, mo
     return new
 
 
-def _dense_order(val: torch.Tensor) -> list[int]:
-    """Its dims from the widest stride to the narrowest, if it lies in them without gaps; else as they are (it will come back contiguous)."""
-    order = sorted(range(val.dim()), key=lambda d: (-val.stride(d), d))
-    return order if val.permute(order).is_contiguous() else list(range(val.dim()))
+def _order(val: torch.Tensor) -> list[int]:
+    """Its dims as they lie, if that is without gaps; else as they are (it will come back contiguous)."""
+    return list(dense_order(val) or contiguous(val.dim()))

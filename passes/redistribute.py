@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from autopar._torch import collectives
+from autopar.memory_format import contiguous, inverse, order_of
 from autopar.mesh import Mesh
 from autopar.redistribution import Step, union_digits
 
@@ -19,7 +20,10 @@ from autopar.redistribution import Step, union_digits
 def run_step(
     x: torch.Tensor, step: Step, mesh: Mesh, coordinate: Callable[[str], torch.Tensor], group: Callable[[tuple[str, ...]], str]
 ) -> torch.Tensor:
-    """`x`, local in `step.src`, as the local tensor in `step.dst`."""
+    """`x`, local in `step.src`, as the local tensor in `step.dst`. What lies channels last is sent as it lies, and arrives so."""
+    order = order_of(x)
+    if order != contiguous(x.dim()):
+        return run_step(x.permute(order), step.permuted(order), mesh, coordinate, group).permute(inverse(order))
     if step.kind == "all_reduce":
         return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), step.reduce, group(step.axes)))
     digits = union_digits(step.src, step.dst, list(step.axes), mesh)

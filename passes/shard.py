@@ -25,10 +25,10 @@ from autopar import _torch
 from autopar.capture import Captured, Role
 from autopar.describe import getattr_value, tensor_name
 from autopar.graph import Graph, Op, Tensor
-from autopar.memory_format import Order, channels_last, contiguous, dense_order, inverse, lies_in, order_of, strides_of
+from autopar.memory_format import FORMATS, Order, contiguous, lies_in, order_of, strides_of
 from autopar.mesh import Mesh
 from autopar.passes import local
-from autopar.passes.demands import ORDERS, is_foreign
+from autopar.passes.demands import ORDERS, captured_orders, is_foreign
 from autopar.passes.local.context import Local
 from autopar.passes.local.sizes import SIZE_ARG
 from autopar.passes.nodes import AWAY
@@ -40,11 +40,6 @@ from autopar.rules import lookup
 from autopar.rules.strategy import placements
 
 HOLDS = "holds"  # meta of a node: (name, placement) of the captured values that it is
-
-_MEMORY_FORMATS = {
-    dims: {contiguous(dims): torch.contiguous_format, channels_last(dims): last}
-    for dims, last in ((4, torch.channels_last), (5, torch.channels_last_3d))
-}
 
 
 @dataclass(frozen=True)
@@ -230,17 +225,7 @@ class _Sharder:
             at = dict(zip(step.axes, cs, strict=False))
             return run_step(x, step, self.mesh, at.__getitem__, lambda axes: group_name(self.options.group_prefix, axes))
 
-        def in_format(x: torch.Tensor, *cs: torch.Tensor) -> torch.Tensor:
-            """What lies channels last is sent as it lies, and arrives so."""
-            order = order_of(x)
-            at = dict(zip(step.axes, cs, strict=False))
-            y = run_step(
-                x.permute(order), step.permuted(order), self.mesh, at.__getitem__, lambda axes: group_name(self.options.group_prefix, axes)
-            )
-            return y.permute(inverse(order))
-
-        plain = order_of(node.meta["val"]) == contiguous(node.meta["val"].dim())
-        return self.trace(fn if plain else in_format, [node, *coords], ("step", step))
+        return self.trace(fn, [node, *coords], ("step", step))
 
     # ---- ops -------------------------------------------------------------------------------------------------
 
@@ -276,7 +261,7 @@ class _Sharder:
         else:
             result = self.call(node.target, args, kwargs)
             if is_foreign(node.target):
-                result.meta[ORDERS] = _captured_orders(node)
+                result.meta[ORDERS] = captured_orders(node)
         results = list(result) if isinstance(result, (list, tuple)) else [result]
         if (len(op.outputs) > 1 or isinstance(node.meta["val"], (list, tuple))) and isinstance(result, fx.Node):
             results = [self.call(_torch.getitem, (result, i), {}) if v is not None else None for i, v in enumerate(result.meta["val"])]
@@ -372,7 +357,7 @@ class _Sharder:
         node = self.get(key, storage)
         if node.meta["val"].dtype != storage_dtype:
             node = self.call(torch.ops.aten._to_copy.default, (node,), {"dtype": storage_dtype})
-        format = _MEMORY_FORMATS.get(node.meta["val"].dim(), {}).get(self.formats[param])
+        format = FORMATS.get(self.formats[param])
         if format is not None and not lies_in(node.meta["val"], self.formats[param]):
             node = self.call(torch.ops.aten.clone.default, (node,), {"memory_format": format})  # as autograd leaves it for an optimizer
         self.done_grads[param] = node
@@ -499,16 +484,6 @@ def unreduced_grads(captured: Captured, graph: Graph, plan: Plan, options: Optio
         dtype = options.reduce or getattr(torch, graph.tensors[name].dtype)
         out[p] = (placement.local_shape(plan.mesh), dtype)
     return out
-
-
-def _captured_orders(node: fx.Node) -> tuple[tuple[int, Order], ...]:
-    """(position, order) of the operands that lay without gaps when they were captured."""
-    found = (
-        (i, dense_order(a.meta["val"]))
-        for i, a in enumerate(node.args)
-        if isinstance(a, fx.Node) and isinstance(a.meta["val"], torch.Tensor)
-    )
-    return tuple((i, order) for i, order in found if order is not None)
 
 
 def _padded_axes(choice: ParamChoice) -> list[str]:

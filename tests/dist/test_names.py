@@ -19,18 +19,9 @@ from autopar.failures import RankError
 from autopar.groups import Groups
 from autopar.step import Step
 from tests.dist.launch import run
+from tests.dist.test_lost import Net
 
 PATIENCE_S = 15.0
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.b(torch.relu(self.a(x))) ** 2).mean()
 
 
 def _x() -> torch.Tensor:
