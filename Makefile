@@ -30,8 +30,8 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 
 types: $(INSTALLED) tree
-	MYPYPATH=$(TREE) $(BIN)/mypy --strict --follow-imports=silent -p autopar.solver -m autopar.plan -m autopar.graph -m autopar.mesh \
-		-m autopar.placement -m autopar.layout -m autopar.rules.grammar
+	MYPYPATH=$(TREE) $(BIN)/mypy --strict --follow-imports=silent -p autopar.solver -m autopar.plan -m autopar.graph.graph -m autopar.graph.mesh \
+		-m autopar.graph.placement -m autopar.planner.layout -m autopar.rules.grammar
 
 unit spmd: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not wide" tests/$@

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autopar import checkpoint
     from autopar.api import compile
-    from autopar.build import Precision
-    from autopar.capture_tags import must_recompute, must_save
-    from autopar.cluster import Cluster
+    from autopar.capture.tags import must_recompute, must_save
     from autopar.errors import AutoparError
-    from autopar.layout import Layout
-    from autopar.offline import explain, plan
-    from autopar.offload_wish import Offload
-    from autopar.plan import Plan
+    from autopar.hardware.cluster import Cluster
+    from autopar.plan.plan import Plan
+    from autopar.planner.layout import Layout
+    from autopar.planner.offline import explain, plan
+    from autopar.planner.offload import Offload
+    from autopar.planner.precision import Precision
     from autopar.predict import Prediction, predict
-    from autopar.runtime import ParallelModule
+    from autopar.runtime.module import ParallelModule
     from autopar.search import search
 
 __all__ = [
@@ -33,9 +33,9 @@ __all__ = [
 ]  # fmt: skip
 
 _WHERE = {
-    "AutoparError": "errors", "Cluster": "cluster", "Layout": "layout", "Offload": "offload_wish", "ParallelModule": "runtime", "Plan": "plan", "Precision": "build",
-    "Prediction": "predict", "compile": "api", "explain": "offline", "must_recompute": "capture_tags", "must_save": "capture_tags", "plan": "offline",
-    "predict": "predict", "search": "search",
+    "AutoparError": "errors", "Cluster": "hardware.cluster", "Layout": "planner.layout", "Offload": "planner.offload", "ParallelModule": "runtime.module",
+    "Plan": "plan.plan", "Precision": "planner.precision", "Prediction": "predict", "compile": "api", "explain": "planner.offline",
+    "must_recompute": "capture.tags", "must_save": "capture.tags", "plan": "planner.offline", "predict": "predict", "search": "search",
 }  # fmt: skip
 
 

@@ -11,14 +11,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autopar.build import Config, Precision
-from autopar.cluster import Cluster
-from autopar.decide import Wish
 from autopar.errors import AutoparError, MeshError
-from autopar.layout import Layout
-from autopar.offload_wish import Offload
-from autopar.plan import Plan
-from autopar.runtime import ParallelModule
+from autopar.hardware.cluster import Cluster
+from autopar.plan.plan import Plan
+from autopar.planner.layout import Layout
+from autopar.planner.offload import Offload
+from autopar.planner.precision import Precision
+from autopar.planner.request import Wish
+from autopar.runtime.build import Config
+from autopar.runtime.module import ParallelModule
 
 
 def compile(

@@ -40,9 +40,9 @@ def parse() -> argparse.Namespace:
 
 def taken(device: Any, local: int, seconds: float, tell: Callable[[str], None], turns: int, most: int) -> Any:
     """In every process. Samples of calibration bear their kind, those to be predicted `MEASURED` before it."""
-    from autopar.calibrate import wires
-    from autopar.calibrate.measure import Measured
-    from autopar.calibrate.timing import Clock, Sample
+    from autopar.hardware.calibrate import wires
+    from autopar.hardware.calibrate.measured import Measured
+    from autopar.hardware.calibrate.timing import Clock, Sample
 
     clock = Clock(device, WINDOW_S)
     fitted = [s for s in wires.SIZES if s <= most]
@@ -64,15 +64,15 @@ def taken(device: Any, local: int, seconds: float, tell: Callable[[str], None], 
 
 def predicted(samples: list[Any], processes: int) -> Any:
     """The calibrated cluster: `autopar calibrate`'s own fit of collectives, on the shipped CPU's other figures."""
-    from autopar.calibrate.result import collective_curves
-    from autopar.cluster import Cluster
+    from autopar.hardware.calibrate.result import collective_curves
+    from autopar.hardware.cluster import Cluster
 
     return Cluster.of(f"cpu:{processes}").model_copy(update={"curves": collective_curves(samples)})
 
 
 def price(cluster: Any, kind: str, ranks: int, sent: float) -> float:
     from autopar.cost import Cost
-    from autopar.mesh import Mesh
+    from autopar.graph.mesh import Mesh
 
     mesh = Mesh.of({"rest": cluster.size // ranks, "group": ranks})
     return Cost(cluster, mesh).collective(kind, mesh.children("group"), sent).seconds
@@ -80,7 +80,7 @@ def price(cluster: Any, kind: str, ranks: int, sent: float) -> float:
 
 def falls(cluster: Any, processes: int) -> int:
     """How often a larger tensor, or the same among more ranks, is cheaper: on a fine grid."""
-    from autopar.calibrate.wires import sent
+    from autopar.hardware.calibrate.wires import sent
 
     sizes = [LEAST * 2 ** (i / 4) for i in range(73)]
     ranks = [n for n in range(2, processes + 1) if processes % n == 0]
@@ -97,7 +97,7 @@ def main() -> None:
     import functools
     import sys
 
-    from autopar.calibrate.world import spawned
+    from autopar.hardware.calibrate.world import spawned
 
     os.environ["OMP_NUM_THREADS"] = "1"
     load = [os.getloadavg()[0]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.predict.runtime import PIPELINED, RUNTIMES, Runtime
-from autopar.strict_json import short
+from autopar.text.strict_json import short
 
 _MEGATRON = RUNTIMES["megatron"]
 # FlashAttention-2 is about twice as fast as the first (Dao, 2023, abstract).

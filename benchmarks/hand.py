@@ -26,7 +26,7 @@ RECOMPUTE = ("none", "balanced", "full")
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default="gpt2-xl,llama3-8b,llama3-70b", help="names in autopar.models, comma-separated")
+    parser.add_argument("--models", default="gpt2-xl,llama3-8b,llama3-70b", help="names in autopar.models.configs, comma-separated")
     parser.add_argument("--clusters", default="h100:1x8,a100:4x8,h800:32x8", help="comma-separated")
     parser.add_argument("--sequences", type=int, default=4, help="of a step, for each device")
     parser.add_argument("--tokens", type=int, default=4096, help="of a sequence, fewer where the model has no more positions")
@@ -38,7 +38,7 @@ def parse() -> argparse.Namespace:
 
 def by_hand(node: int, devices: int) -> Iterator[tuple[str, Any]]:
     """Names and layouts; sizes need not divide."""
-    from autopar.layout import Layout
+    from autopar.planner.layout import Layout
 
     plain: list[tuple[str, Layout]] = [("ddp", Layout()), ("zero-1", Layout(zero=1)), ("zero-2", Layout(zero=2)), ("fsdp", Layout(zero=3))]
     if devices > node:
@@ -55,14 +55,14 @@ def by_hand(node: int, devices: int) -> Iterator[tuple[str, Any]]:
 
 def case(model: str, where: str, a: argparse.Namespace) -> dict[str, Any]:
     import autopar
-    from autopar import models
-    from autopar.cluster import Cluster
     from autopar.errors import LayoutError
-    from autopar.infeasible import InfeasibleError
+    from autopar.hardware.cluster import Cluster
+    from autopar.models import configs as models
+    from autopar.planner.infeasible import InfeasibleError
     from autopar.predict.api import priced
     from autopar.predict.runtime import Runtime
     from autopar.search.cache import Cache
-    from autopar.search.solved import Micros
+    from autopar.search.solutions import Micros
     from benchmarks.layouts import positions
 
     config, cluster, how = models.config(model), Cluster.of(where), Runtime.of(a.runtime)

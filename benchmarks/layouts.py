@@ -2,7 +2,7 @@
 
     python -m benchmarks.layouts --models gpt2,llama3-8b --meshes 8,64,32x8 --batches 64,256
 
-A layout is planned too: the same program with the strategies that are not the layout taken away (`autopar.formulate.layouts`), so it is the best plan
+A layout is planned too: the same program with the strategies that are not the layout taken away (`autopar.planner.formulation.layouts`), so it is the best plan
 that is that layout, with its own choice of what to save and recompute. No hand layout is given to the solver as a hint, so a plan that beats all of them
 was found without them. A mesh of one number is one axis, 32x8 is 32 nodes of 8 devices on two. Times are predictions of the cost model for H100s.
 """
@@ -23,11 +23,11 @@ SAME = 1e-3  # relative: a plan that is faster than every layout by less wins no
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default="gpt2,llama3-8b", help="names in autopar.models, comma-separated")
+    parser.add_argument("--models", default="gpt2,llama3-8b", help="names in autopar.models.configs, comma-separated")
     parser.add_argument("--meshes", default="8,64,32x8", help="comma-separated")
     parser.add_argument("--batches", default="64,256", help="global batches, comma-separated")
     parser.add_argument("--sequence", type=int, default=8192, help="tokens of a sequence, fewer where the model has no more positions")
-    parser.add_argument("--device", default="h100", help="a cluster of autopar.cluster; eight devices a node")
+    parser.add_argument("--device", default="h100", help="a cluster of autopar.hardware.cluster; eight devices a node")
     parser.add_argument("--seconds", type=float, default=60.0, help="the solver's time limit for one plan")
     parser.add_argument("--gap", type=float, default=0.001, help="how near the bound each answer shall be")
     parser.add_argument("--out", type=Path, help="where to write the result (JSON)")
@@ -38,11 +38,11 @@ def program(model: str, batch: int, sequence: int) -> Any:
     """The folded step of a public model, from shallow captures."""
     import torch
 
-    from autopar import models
-    from autopar.capture import Call, capture
-    from autopar.describe import describe
-    from autopar.graph import Graph
-    from autopar.tile import tiled
+    from autopar.capture.capture import Call, capture
+    from autopar.capture.describe import describe
+    from autopar.capture.tile import tiled
+    from autopar.graph.graph import Graph
+    from autopar.models import configs as models
 
     config = models.config(model)
     shapes = models.inputs(config, batch, sequence)
@@ -57,7 +57,7 @@ def program(model: str, batch: int, sequence: int) -> Any:
 
 def positions(model: str, sequence: int) -> int:
     """`sequence`, or as many tokens as a learned table of positions has."""
-    from autopar import models
+    from autopar.models import configs as models
 
     config = models.config(model)
     longest = getattr(config, "max_position_embeddings", None)
@@ -67,7 +67,7 @@ def positions(model: str, sequence: int) -> int:
 def solved(plan: Callable[[], Any]) -> dict[str, Any]:
     """Step time, gap and seconds of a plan, or why there is none."""
     from autopar.errors import AutoparError, LayoutError
-    from autopar.infeasible import InfeasibleError
+    from autopar.planner.infeasible import InfeasibleError
 
     start = time.perf_counter()
     try:
@@ -89,9 +89,9 @@ def solved(plan: Callable[[], Any]) -> dict[str, Any]:
 
 
 def case(folded: Any, mesh: str, a: argparse.Namespace) -> dict[str, Any]:
-    from autopar.cluster import Cluster
-    from autopar.formulate.setting import Setting
-    from autopar.planning import plan_graph
+    from autopar.hardware.cluster import Cluster
+    from autopar.planner.formulation.setting import Setting
+    from autopar.planner.planning import plan_graph
     from autopar.solver.solve import Limits
 
     cluster = Cluster.of(f"{a.device}:{mesh}")

@@ -33,12 +33,14 @@ VERSIONS = ("ortools", "transformers", "networkx", "numpy")
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default="gpt2,llama3-8b,qwen3-0.6b,bert-base,t5-base", help="names in autopar.models, comma-separated")
+    parser.add_argument(
+        "--models", default="gpt2,llama3-8b,qwen3-0.6b,bert-base,t5-base", help="names in autopar.models.configs, comma-separated"
+    )
     parser.add_argument("--layers", type=int, default=4, help="of each model")
     parser.add_argument("--batch", type=int, default=16, help="global")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence, fewer where the model has no more positions")
     parser.add_argument("--dropout", type=float, help="probability, for all that a model drops; default: as the model has it")
-    parser.add_argument("--cluster", default="h100:1", help="of autopar.cluster")
+    parser.add_argument("--cluster", default="h100:1", help="of autopar.hardware.cluster")
     parser.add_argument("--mesh", default="1", help="axis sizes, as 8 or 4x2: dp, tp")
     parser.add_argument("--layout", default="ddp", help="of the baselines, on more than one device")
     parser.add_argument("--families", default="", help="of the baselines, comma-separated; default all")

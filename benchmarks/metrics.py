@@ -6,8 +6,8 @@ import math
 import re
 from itertools import pairwise
 
-from autopar.cluster import Cluster
-from autopar.strict_json import short
+from autopar.hardware.cluster import Cluster
+from autopar.text.strict_json import short
 from benchmarks.names import kind
 
 _SAME = {

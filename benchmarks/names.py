@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from functools import cache
 
-from autopar.cluster import Cluster, names
-from autopar.strict_json import short
+from autopar.hardware.cluster import Cluster, names
+from autopar.text.strict_json import short
 
 # Dense models by the layer they have: RMSNorm, gated MLP, rotary grouped-query attention, or LayerNorm, GELU (or as cheap), a whole head of keys each.
 LLAMA = r"llama|alpaca|vicuna|(?<![a-z])(?:mistral|qwen|yi|internlm-?2|deepseek-?(?:llm|coder|\d+b))(?![a-z])"

@@ -18,9 +18,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from autopar import Cluster, Offload, models, plan
-from autopar.infeasible import InfeasibleError
-from autopar.plan import Plan
+from autopar import Cluster, Offload, plan
+from autopar.models import configs as models
+from autopar.plan.plan import Plan
+from autopar.planner.infeasible import InfeasibleError
 from benchmarks.record import write
 
 CASES = [

@@ -30,7 +30,7 @@ from benchmarks.record import write
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="gpt2", help="a name in autopar.models")
+    parser.add_argument("--model", default="gpt2", help="a name in autopar.models.configs")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256, help="hidden size, all else in proportion")
     parser.add_argument("--batch", type=int, default=16)
@@ -54,7 +54,7 @@ def program(a: argparse.Namespace) -> Any:
 
 
 def planned(p: Any, budget_bytes: float, least: bool = False) -> Any:
-    from autopar.planning import plan_graph
+    from autopar.planner.planning import plan_graph
     from autopar.solver.solve import Limits
 
     setting = replace(p.setting, budget_bytes=budget_bytes)

@@ -17,17 +17,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autopar import models
-from autopar.cluster import Cluster
 from autopar.errors import AutoparError
-from autopar.layout import Layout
+from autopar.hardware.cluster import Cluster
+from autopar.models import configs as models
+from autopar.planner.layout import Layout
+from autopar.planner.stages import Found
 from autopar.predict.api import solved
 from autopar.predict.fit import Run
 from autopar.predict.pieces import Piece
 from autopar.predict.pieces import pieces as split
 from autopar.predict.runtime import Runtime
-from autopar.staged import Found
-from autopar.strict_json import short
+from autopar.text.strict_json import short
 from benchmarks import frameworks, metrics, names
 
 DATA = Path(__file__).parent / "data" / "published"

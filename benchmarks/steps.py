@@ -3,7 +3,7 @@
     python -m benchmarks.steps --processes 1,2,4 --turns 2
 
 Three models, each under the hand layouts, run by `autopar.compile(..., layout=..., backend="aot_eager")` with fused AdamW. The prediction is the price of the
-rewritten step that runs (`autopar.price`) on the cluster that `autopar calibrate`'s measurements and fit make of as many processes. Every few samples
+rewritten step that runs (`autopar.simulate.price`) on the cluster that `autopar calibrate`'s measurements and fit make of as many processes. Every few samples
 of calibration (whose own steps, of another model, run before, between and after) a step runs, of each case in turn, so that other work on the machine is in both alike; a step's time is the median of all its runs, its
 interval that of the median at 95 % (order statistics). `wrong`: pairs of layouts of a model whose intervals do not overlap and whose predictions are the other way round.
 """
@@ -98,7 +98,7 @@ class Case:
         self.optimizer.zero_grad()
 
     def price(self, cluster: Any) -> dict[str, Any]:
-        from autopar.calibrate.steps import price_of
+        from autopar.hardware.calibrate.steps import price_of
 
         p = price_of(self.module, self.step, cluster)
         accounts: dict[str, float] = {}
@@ -112,11 +112,12 @@ def taken(device: Any, local: int, seconds: float, tell: Callable[[str], None], 
     """In every process; the first one returns rows and the calibration's text."""
     import torch.distributed as dist
 
-    from autopar.calibrate import wires
-    from autopar.calibrate.measure import Measured, step, stepped, together
-    from autopar.calibrate.result import calibration
-    from autopar.calibrate.steps import references
-    from autopar.calibrate.timing import Clock
+    from autopar.hardware.calibrate import wires
+    from autopar.hardware.calibrate.measure import step, stepped, together
+    from autopar.hardware.calibrate.measured import Measured
+    from autopar.hardware.calibrate.result import calibration
+    from autopar.hardware.calibrate.steps import references
+    from autopar.hardware.calibrate.timing import Clock
 
     layouts = a.layouts.split(",") if local > 1 else [a.layouts.split(",")[0]]  # they are all the same on one
     names = [(m, lay) for m in a.models.split(",") for lay in layouts]
@@ -160,7 +161,7 @@ def calibrated(clock: Any, local: int) -> Iterator[Any]:
     """What `autopar calibrate` measures that these steps need, sample by sample, in the same order in all processes."""
     import torch
 
-    from autopar.calibrate import copies, wires, work
+    from autopar.hardware.calibrate import copies, wires, work
 
     def quiet(line: str) -> None: ...
 
@@ -194,7 +195,7 @@ def wrong(rows: Sequence[dict[str, Any]]) -> tuple[int, int]:
 
 def main() -> None:
     a = parse()
-    from autopar.calibrate.world import spawned
+    from autopar.hardware.calibrate.world import spawned
 
     os.environ["OMP_NUM_THREADS"] = "1"
     start, rows, texts, load = time.monotonic(), [], {}, []

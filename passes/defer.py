@@ -17,9 +17,9 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from autopar.capture import Role
-from autopar.passes.nodes import is_collective, is_wait, nbytes
-from autopar.passes.overlap import calls_between, is_behind, mark, reorder, stretches
+from autopar.capture.capture import Role
+from autopar.graph.calls import is_collective, is_wait, nbytes
+from autopar.passes.overlap import behind, calls_between, mark, reorder, stretches
 
 
 def defer(gm: fx.GraphModule, inputs: Sequence[Role | None]) -> fx.GraphModule:
@@ -27,17 +27,13 @@ def defer(gm: fx.GraphModule, inputs: Sequence[Role | None]) -> fx.GraphModule:
     gm = mark(gm, inputs)
     calls = calls_between(gm)
     position = {n: i for i, n in enumerate(calls)}
-    chain: dict[fx.Node, int] = {}  # the call that a node stands behind
+    chain = behind(gm, position)
     stage: dict[fx.Node, int] = {}  # the reductions before and including a node
     origin: dict[fx.Node, int] = {}  # the call behind which a node's first reduction is issued
-    before = 0
-    for n in gm.graph.nodes:
-        before = max(before, position.get(n, 0))
-        if is_behind(n):
-            chain[n] = before
-            earlier = [a for a in n.all_input_nodes if a in chain]
-            stage[n] = max((stage[a] for a in earlier), default=0) + is_collective(n)
-            origin[n] = max((origin[a] for a in earlier), default=before)
+    for n, before in chain.items():
+        earlier = [a for a in n.all_input_nodes if a in chain]
+        stage[n] = max((stage[a] for a in earlier), default=0) + is_collective(n)
+        origin[n] = max((origin[a] for a in earlier), default=before)
     reductions = sorted((n for n in chain if is_collective(n)), key=origin.__getitem__)
     where = stretches(calls, [origin[n] for n in reductions], [nbytes(n.all_input_nodes[0]) for n in reductions])
     index = {reductions[m]: i for i, s in enumerate(where) for m in s.members}

@@ -22,8 +22,8 @@ import torch
 from torch import fx
 
 from autopar import _torch
-from autopar.memory_format import Order, contiguous, dense_order, laid, order_of
-from autopar.passes.nodes import is_collective
+from autopar.graph.calls import is_collective
+from autopar.tensors.memory_format import Order, contiguous, dense_order, laid, order_of
 
 ORDERS = "operand_orders"  # meta of a call of an operator that is not torch's: the captured order of each tensor operand
 _KNOWN = ("aten", "prims", "prim", "autopar", "_c10d_functional")

@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from autopar import _torch
-from autopar.memory_format import Order, inverse, lies_in
 from autopar.passes.demands import ORDERS, orders
+from autopar.tensors.memory_format import Order, inverse, lies_in
 
 COPIED = "layout_copy"  # meta of a copy that this pass made
 _VIEWS = ("aten.view.default", "aten._unsafe_view.default")
@@ -55,18 +55,22 @@ def copies(gm: fx.GraphModule) -> int:
     return sum(bool(n.meta.get(COPIED)) for n in gm.graph.nodes)
 
 
-def _copy(graph: fx.Graph, x: fx.Node, order: Order, reader: fx.Node, mode: Any) -> fx.Node:
+def copying(order: Order) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """The calls, one on the other's result, that give a tensor as it lies in `order`: operator, further arguments."""
     aten = torch.ops.aten
-    identity = tuple(range(len(order)))
-    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [(aten.clone.default, (), {"memory_format": torch.contiguous_format})]
-    if order != identity:
-        calls = [(aten.permute.default, (list(order),), {}), *calls, (aten.permute.default, (list(inverse(order)),), {})]
-    for target, args, kwargs in calls:
+    clone = (aten.clone.default, (), {"memory_format": torch.contiguous_format})
+    if order == tuple(range(len(order))):
+        return [clone]
+    return [(aten.permute.default, (list(order),), {}), clone, (aten.permute.default, (list(inverse(order)),), {})]
+
+
+def _copy(graph: fx.Graph, x: fx.Node, order: Order, reader: fx.Node, mode: Any) -> fx.Node:
+    for target, args, kwargs in copying(order):
         with graph.inserting_before(reader):
             new = graph.call_function(target, (x, *args), kwargs)
         with mode:
             new.meta = {"val": target(x.meta["val"], *args, **kwargs), "direction": reader.meta["direction"], "op": reader.meta["op"]}
-        new.meta[COPIED] = target is aten.clone.default
+        new.meta[COPIED] = target is torch.ops.aten.clone.default
         x = new
     return x
 

@@ -20,16 +20,16 @@ import torch
 from torch import fx
 
 import autopar.offload  # noqa: F401  registers the ops
-from autopar.memory_format import contiguous, dense_order
-from autopar.passes.nodes import AWAY, nbytes
+from autopar.graph.calls import AWAY, nbytes
 from autopar.passes.overlap import BROUGHT, MARK, SENT
 from autopar.passes.partition import Parts
+from autopar.tensors.memory_format import contiguous, dense_order
 
 
 def offload(parts: Parts, store: str, stretch_of: Mapping[str, int], fake_mode: Any) -> Parts:
     """`parts`, with every saved node that is marked kept in its medium.
 
-    store: the name of the place that runs it; stretch_of: op -> its stretch (`autopar.formulate.stretches`), by which the plan was priced.
+    store: the name of the place that runs it; stretch_of: op -> its stretch (`autopar.planner.formulation.overlap_windows`), by which the plan was priced.
     """
     if parts.backward is None or not any(AWAY in n.meta for n in parts.forward.graph.nodes):
         return parts

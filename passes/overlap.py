@@ -27,8 +27,8 @@ from itertools import pairwise
 from torch import fx
 
 from autopar import _torch
-from autopar.capture import Role
-from autopar.passes.nodes import is_collective, is_issue, is_wait, shares_storage
+from autopar.capture.capture import Role
+from autopar.graph.calls import is_collective, is_issue, is_wait, shares_storage
 from autopar.passes.partition import Parts
 from autopar.passes.repeats import Cuts, call_hash, find_repeats
 
@@ -83,8 +83,12 @@ def mark(gm: fx.GraphModule, inputs: Sequence[Role | None]) -> fx.GraphModule:
         if n in from_params and (is_collective(n) or (is_wait(n) and is_collective(_of(n))) or any(u in wanted for u in n.users)):
             wanted.add(n)
             n.meta[MARK] = AHEAD
+    last: set[fx.Node] = set()  # what gradients are brought to their places with, and nothing else reads
+    for n in reversed(nodes):
+        if n.meta.get("op", "").startswith("grad.") and all(u in last or u.op == "output" for u in n.users):
+            last.add(n)
     for n in nodes:
-        if n.meta.get("op", "").startswith("grad.") and not marked(n) and (is_collective(n) or any(map(is_behind, n.all_input_nodes))):
+        if n in last and not marked(n) and (is_collective(n) or any(map(is_behind, n.all_input_nodes))):
             n.meta[MARK] = BEHIND
     return gm
 
@@ -118,6 +122,17 @@ def calls_between(gm: fx.GraphModule) -> list[fx.Node]:
         if n.op == "call_function" and not marked(n) and n not in out:
             add(n)
     return list(out)
+
+
+def behind(gm: fx.GraphModule, position: dict[fx.Node, int]) -> dict[fx.Node, int]:
+    """Of what is marked to stand behind a call: that call's position."""
+    out: dict[fx.Node, int] = {}
+    before = 0
+    for n in gm.graph.nodes:
+        before = max(before, position.get(n, 0))
+        if is_behind(n):
+            out[n] = before
+    return out
 
 
 def stretches(calls: list[fx.Node], at: Sequence[int], sizes: Sequence[int]) -> list[Stretch]:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.capture import Role
-from autopar.passes.fused_again import FusedAgain
-from autopar.passes.nodes import AWAY, is_wait, shares_storage
+from autopar.capture.capture import Role
+from autopar.graph.calls import AWAY, is_wait, shares_storage
+from autopar.passes.fused_recompute import FusedAgain
 from autopar.passes.recompute import made_again
 from autopar.passes.shard import Sharded
 

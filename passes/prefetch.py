@@ -17,9 +17,9 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from autopar.capture import Role
-from autopar.passes.nodes import is_collective, is_wait, nbytes
-from autopar.passes.overlap import calls_between, is_ahead, mark, reorder, stretches
+from autopar.capture.capture import Role
+from autopar.graph.calls import is_collective, is_wait, nbytes
+from autopar.passes.overlap import behind, calls_between, is_ahead, mark, reorder, stretches
 
 
 def prefetch(gm: fx.GraphModule, inputs: Sequence[Role | None]) -> fx.GraphModule:
@@ -27,6 +27,7 @@ def prefetch(gm: fx.GraphModule, inputs: Sequence[Role | None]) -> fx.GraphModul
     gm = mark(gm, inputs)
     calls = calls_between(gm)
     position = {n: i for i, n in enumerate(calls)}
+    read = {**position, **behind(gm, position)}
     chain = [n for n in gm.graph.nodes if is_ahead(n)]
     use: dict[fx.Node, int] = {}  # the first call that reads something of the node
     stage: dict[fx.Node, int] = {}  # how many gathers lie between the node and what reads it
@@ -43,8 +44,8 @@ def prefetch(gm: fx.GraphModule, inputs: Sequence[Role | None]) -> fx.GraphModul
         todo = [(g, key)]
         while todo:
             n, k = todo.pop()
-            # A coordinate's index leads to a gather and is read by calls of the layer too.
-            k = min([k, *((position[u], -3, rank) for u in n.users if u in position and not is_wait(n))])
+            # A coordinate's index leads to a gather and is read by calls of the layer too, or by a gradient's redistribution.
+            k = min([k, *((read[u], -3, rank) for u in n.users if u in read and not is_wait(n))])
             if n not in moved or k < moved[n]:
                 moved[n] = k
                 todo += [(a, k) for a in n.all_input_nodes if a in stage]

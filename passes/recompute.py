@@ -15,8 +15,8 @@ from collections.abc import Iterable, Set
 import torch
 from torch import fx
 
-from autopar.capture import Role
-from autopar.passes.nodes import nbytes, storage_of
+from autopar.capture.capture import Role
+from autopar.graph.calls import nbytes, storage_of
 from autopar.passes.shard import Sharded
 
 

@@ -12,15 +12,18 @@ from collections.abc import Callable
 import torch
 
 from autopar._torch import collectives
-from autopar.memory_format import contiguous, inverse, order_of
-from autopar.mesh import Mesh
-from autopar.redistribution import Step, union_digits
+from autopar.graph.mesh import Mesh
+from autopar.graph.redistribution import Step, union_digits
+from autopar.tensors.memory_format import contiguous, inverse, order_of
 
 
 def run_step(
     x: torch.Tensor, step: Step, mesh: Mesh, coordinate: Callable[[str], torch.Tensor], group: Callable[[tuple[str, ...]], str]
 ) -> torch.Tensor:
-    """`x`, local in `step.src`, as the local tensor in `step.dst`. What lies channels last is sent as it lies, and arrives so."""
+    """`x`, local in `step.src`, as the local tensor in `step.dst`. What lies channels last is sent as it lies, and arrives so. Nothing is sent of a tensor
+    without elements."""
+    if not x.numel():
+        return x.new_empty(step.dst.local_shape(mesh))
     order = order_of(x)
     if order != contiguous(x.dim()):
         return run_step(x.permute(order), step.permuted(order), mesh, coordinate, group).permute(inverse(order))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopar.passes.nodes import is_collective
+from autopar.graph.calls import is_collective
 
 _PRODUCTS = ("mm", "conv", "attention", "embedding")
 

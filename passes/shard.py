@@ -22,22 +22,24 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar import _torch
-from autopar.capture import Captured, Role
-from autopar.describe import getattr_value, tensor_name
-from autopar.graph import Graph, Op, Tensor
-from autopar.memory_format import FORMATS, Order, contiguous, lies_in, order_of, strides_of
-from autopar.mesh import Mesh
+from autopar.capture.capture import Captured, Role
+from autopar.capture.describe import getattr_value, tensor_name
+from autopar.graph.calls import AWAY
+from autopar.graph.graph import Graph, Op, Tensor
+from autopar.graph.mesh import Mesh
+from autopar.graph.placement import Placement
+from autopar.graph.redistribution import Step, redistribute
 from autopar.passes import local
-from autopar.passes.demands import ORDERS, captured_orders, is_foreign
+from autopar.passes.demands import ORDERS, captured_orders, is_foreign, orders
+from autopar.passes.lay_out import COPIED, copying
 from autopar.passes.local.context import Local
 from autopar.passes.local.sizes import SIZE_ARG
-from autopar.passes.nodes import AWAY
 from autopar.passes.redistribute import run_step
-from autopar.placement import Placement
-from autopar.plan import CollectiveUse, ParamChoice, Plan
-from autopar.redistribution import Step, redistribute
+from autopar.plan.decisions import CollectiveUse, ParamChoice
+from autopar.plan.plan import Plan
 from autopar.rules import lookup
 from autopar.rules.strategy import placements
+from autopar.tensors.memory_format import FORMATS, Order, contiguous, lies_in, order_of, strides_of
 
 HOLDS = "holds"  # meta of a node: (name, placement) of the captured values that it is
 
@@ -117,10 +119,11 @@ class _Sharder:
         return node
 
     def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        node = self.out.call_function(target, args, kwargs)
         vals = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with self.mode:
-            node.meta["val"] = target(*vals[0], **vals[1])
+            val = target(*vals[0], **vals[1])
+        node = self.out.call_function(target, args, kwargs)
+        node.meta["val"] = val
         self.stamp(node)
         return node
 
@@ -137,7 +140,7 @@ class _Sharder:
         if gm is None:
             # make_fx tells its inputs apart by identity, and equal traces share their recorded values: give it fresh ones.
             vals = [_torch.fresh_fake(v, self.mode) for v in vals]
-            with self.mode, torch.device(self.options.device), torch.no_grad():
+            with self.mode, torch.device(self.options.device), torch.no_grad(), _torch.compiled_when_called():
                 gm = make_fx(fn, tracing_mode="real", _allow_non_fake_inputs=True)(*vals)
             _torch.drop_dead_code(gm)
             self.traces[full_key] = gm
@@ -236,8 +239,28 @@ class _Sharder:
         out_shapes = tuple(None if t is None else t.shape for t in op.outputs)
         want, made = placements(rule, choice.strategy, in_shapes, out_shapes, choice.partial)
         operands = [self.get(t.name, p) for t, p in zip(op.inputs, want, strict=True)]
-        nodes = iter(operands)
-        device = self.options.device
+        try:
+            result = self.emitted(node, op, rule, choice.strategy, want, made, operands)
+        except (RuntimeError, ValueError):
+            # Some operators cannot even say what they give when operands lie otherwise than they demand.
+            laid = self.laid_out(node.target, operands, self.arguments(node, operands)[0])
+            if laid == operands:
+                raise
+            result = self.emitted(node, op, rule, choice.strategy, want, made, laid)
+        results = list(result) if isinstance(result, (list, tuple)) else [result]
+        if (len(op.outputs) > 1 or isinstance(node.meta["val"], (list, tuple))) and isinstance(result, fx.Node):
+            results = [self.call(_torch.getitem, (result, i), {}) if v is not None else None for i, v in enumerate(result.meta["val"])]
+        for t, p, r in zip(op.outputs, made, results, strict=True):
+            if t is not None and p is not None and r is not None:
+                r.meta.setdefault(HOLDS, []).append((t.name, p))
+                expected = p.local_shape(self.mesh)
+                got = tuple(r.meta["val"].shape)
+                assert got == expected, f"{op.target} ({op.name}): local output {got}, placement {p} says {expected}"
+                self.put(t.name, p, r)
+
+    def arguments(self, node: fx.Node, operands: list[fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Those of a captured call, with `operands` where it has tensors."""
+        nodes, device = iter(operands), self.options.device
 
         def operand(x: Any) -> Any:
             if isinstance(x, fx.Node):
@@ -252,26 +275,34 @@ class _Sharder:
                 return {k: operand(v) for k, v in x.items()}
             return device if isinstance(x, torch.device) else x
 
-        args, kwargs = operand(tuple(node.args)), operand(dict(node.kwargs))
-        is_random = rule.kind == "random"
+        return operand(tuple(node.args)), operand(dict(node.kwargs))
+
+    def emitted(self, node: fx.Node, op: Op, rule: Any, strategy: Any, want: Any, made: Any, operands: list[fx.Node]) -> Any:
+        """What `op` gives on local operands."""
+        args, kwargs = self.arguments(node, operands)
         if local.lookup(op.target) is not None or op.target in SIZE_ARG:
-            self.is_random = is_random
-            result = self.lowered(node, op, rule, choice.strategy, want, made, operands, args, kwargs, is_random)
-            self.is_random = False
-        else:
-            result = self.call(node.target, args, kwargs)
-            if is_foreign(node.target):
-                result.meta[ORDERS] = captured_orders(node)
-        results = list(result) if isinstance(result, (list, tuple)) else [result]
-        if (len(op.outputs) > 1 or isinstance(node.meta["val"], (list, tuple))) and isinstance(result, fx.Node):
-            results = [self.call(_torch.getitem, (result, i), {}) if v is not None else None for i, v in enumerate(result.meta["val"])]
-        for t, p, r in zip(op.outputs, made, results, strict=True):
-            if t is not None and p is not None and r is not None:
-                r.meta.setdefault(HOLDS, []).append((t.name, p))
-                expected = p.local_shape(self.mesh)
-                got = tuple(r.meta["val"].shape)
-                assert got == expected, f"{op.target} ({op.name}): local output {got}, placement {p} says {expected}"
-                self.put(t.name, p, r)
+            self.is_random = rule.kind == "random"
+            try:
+                return self.lowered(node, op, rule, strategy, want, made, operands, args, kwargs, self.is_random)
+            finally:
+                self.is_random = False
+        result = self.call(node.target, args, kwargs)
+        if is_foreign(node.target):
+            result.meta[ORDERS] = captured_orders(node)
+        return result
+
+    def laid_out(self, target: Any, operands: list[fx.Node], args: tuple[Any, ...]) -> list[fx.Node]:
+        """`operands`, with copies of those that do not lie as `target` demands."""
+        values = fx.map_arg(args, lambda a: a.meta["val"])
+        made: dict[fx.Node, fx.Node] = {}
+        for i, order in orders(target, values):
+            if not lies_in(values[i], order):
+                copy = args[i]
+                for call, *more in copying(order):
+                    copy = self.call(call, (copy, *more[0]), more[1])
+                    copy.meta[COPIED] = call is torch.ops.aten.clone.default
+                made[args[i]] = copy
+        return [made.get(n, n) for n in operands]
 
     def lowered(
         self,

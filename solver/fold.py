@@ -5,7 +5,7 @@ are wired alike), or a single operator. Its representative lies in the last copy
 after it: what it reads and what reads it is what holds in the middle of the stack. The graph keeps all copies that were captured,
 so the edges at either end of a stack can be found there.
 
-The graph may hold fewer copies than the program it stands for (`autopar.tile`); counts are always of the program.
+The graph may hold fewer copies than the program it stands for (`autopar.capture.tile`); counts are always of the program.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autopar.graph import Graph
+from autopar.graph.graph import Graph
 from autopar.solver import stacks as st
 from autopar.solver.stacks import Program, Stack
 

@@ -1,6 +1,6 @@
 """What is decided: a Problem is choices, values that flow between them, operators that may run twice, and budgets.
 
-It says nothing of tensors or meshes. `autopar.formulate` makes one from a graph; `model` writes it as an integer program;
+It says nothing of tensors or meshes. `autopar.planner.formulation` makes one from a graph; `model` writes it as an integer program;
 `brute_force` solves small ones by enumeration; `evaluate` prices a solution on its own. All times are seconds of one training step, with the
 number of equal layers already multiplied in; all sizes are bytes.
 
@@ -162,7 +162,7 @@ class Problem:
     budget_bytes: float = float("inf")
     constant_s: float = 0.0
     forbidden: frozenset[tuple[int, int]] = field(default_factory=frozenset)  # (choice, strategy)
-    events: tuple[Event, ...] = ()  # of what runs again: `autopar.formulate.chains`
+    events: tuple[Event, ...] = ()  # of what runs again: `autopar.planner.formulation.recompute_chains`
     rests: tuple[tuple[tuple[Key, float], ...], ...] = ()  # what rows have in common: sums of coefficient x variable, in bytes
     loose: tuple[Row, ...] = ()  # rows that hold for fates that are means over layers, whatever fate each has
     limits: tuple[Limit, ...] = ()

@@ -1,7 +1,7 @@
 """A fold with as few copies in its graph as the program needs to be planned: the first, one or more that stand for those in the middle,
 the last.
 
-A capture of the whole program has every copy, a tiled one (`autopar.tile`) a few; shrunk, both are the same graph but for names, and so
+A capture of the whole program has every copy, a tiled one (`autopar.capture.tile`) a few; shrunk, both are the same graph but for names, and so
 have the same plan. Copies are wired alike, so a copy reads, at the same distance, whichever copy stands there.
 
 Layers share a strategy, not a fate. Where one fate for all layers wastes memory or time, the middle is cut into segments, consecutive layers with
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.graph import Graph, Op, Tensor
+from autopar.graph.graph import Graph, Op, Tensor
 from autopar.solver import stacks as st
 from autopar.solver.fold import Folded, folded
 from autopar.solver.stacks import Home, Program, Stack

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.graph import Graph, Op, Tensor
+from autopar.graph.graph import Graph, Op, Tensor
 
 MIN_PERIOD = 2
 TRIES = 20  # runs, or stretches of a run, looked at before operators are left unfolded

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.layout import Layout
-from autopar.mesh import Mesh
-from autopar.plan import Plan
-from autopar.plan_schema import dumps, loads
-from autopar.propagate import propagate
+from autopar.graph.mesh import Mesh
+from autopar.plan.plan import Plan
+from autopar.plan.schema import dumps
+from autopar.planner.layout import Layout
+from autopar.planner.propagate import propagate
 from tests.models import ZOO
 from tests.spmd.simulate import Prepared, fake_world, prepare, simulated
 
@@ -58,7 +58,7 @@ def with_sections(plan: Plan, timing: dict[str, Any] | None = None, **sections: 
     raw = json.loads(dumps(plan))
     raw["plan"].update(sections)
     raw["timing"].update(timing or {})
-    return loads(json.dumps(raw))
+    return Plan.loads(json.dumps(raw))
 
 
 def full(plan: Plan) -> Plan:

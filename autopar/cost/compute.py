@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from autopar.graph import Op
-from autopar.mesh import Mesh
+from autopar.graph.graph import Op
+from autopar.graph.mesh import Mesh
 from autopar.rules.grammar import Rule
 from autopar.rules.strategy import Strategy
 

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from autopar.cost.memory import base_name, is_view, reads, writes
-from autopar.graph import Graph, Op, Tensor
+from autopar.graph.graph import Graph, Op, Tensor
 from autopar.rules.grammar import Rule
 
 

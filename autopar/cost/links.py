@@ -27,9 +27,9 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
 
-from autopar.cluster import Cluster
-from autopar.hardware import CollectiveCurve
-from autopar.mesh import Mesh
+from autopar.graph.mesh import Mesh
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.parts import CollectiveCurve
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "slice", "send")
 

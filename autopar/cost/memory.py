@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 
-from autopar.graph import DTYPE_BYTES, Op, Tensor
-from autopar.mesh import Mesh
-from autopar.placement import Placement
+from autopar.graph.graph import DTYPE_BYTES, Op, Tensor
+from autopar.graph.mesh import Mesh
+from autopar.graph.placement import Placement
 from autopar.rules.grammar import Rule
 
 # Of the ops whose rule is a view's, those that write a tensor of their own.

@@ -22,15 +22,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.cluster import Cluster
 from autopar.cost import compute, links, memory
-from autopar.cost.again import LEAST, Halves, halves
 from autopar.cost.fusion import Fused, fused
 from autopar.cost.links import CollectiveCost
+from autopar.cost.recompute import LEAST, Halves, halves
 from autopar.errors import MeshError
-from autopar.graph import Graph, Op
-from autopar.mesh import Mesh
-from autopar.placement import Placement
+from autopar.graph.graph import Graph, Op
+from autopar.graph.mesh import Mesh
+from autopar.graph.placement import Placement
+from autopar.hardware.cluster import Cluster
 from autopar.rules.grammar import Rule
 from autopar.rules.strategy import Strategy
 
@@ -39,7 +39,7 @@ from autopar.rules.strategy import Strategy
 ADAMW_BYTES = 30.0
 # Per element that a rank holds whole, whoever updates it: clearing its gradient (4) and reading it in half precision (2).
 WHOLE_BYTES = 6.0
-# A draw of random numbers call by call: a counter goes through 37 integer operators (`autopar.random.bits`), which read and write so many bytes an element
+# A draw of random numbers call by call: a counter goes through 37 integer operators (`autopar.kernels.random.bits`), which read and write so many bytes an element
 # (counted: tests/unit/test_cost.py).
 DRAW_BYTES, DRAW_CALLS = 660.0, 37
 

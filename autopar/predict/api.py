@@ -1,7 +1,7 @@
 """`autopar.predict`: what a hand layout costs, by the prices of the integer program.
 
 The layout is a constraint on the very problem the planner solves: a micro-batch of one replica is captured and solved on the tensor and context axes
-(`autopar.formulate.layouts`), which says what every device does; pipeline, data parallelism, recomputation and offload, which repeat that micro-batch, are priced
+(`autopar.planner.formulation.layouts`), which says what every device does; pipeline, data parallelism, recomputation and offload, which repeat that micro-batch, are priced
 around it (`step.py`). So there is no formula for a kind of model.
 """
 
@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.build import Precision
-from autopar.cluster import Cluster
 from autopar.errors import InputError
-from autopar.layout import Layout
-from autopar.offline import Task, task
-from autopar.planning import Step
+from autopar.hardware.cluster import Cluster
+from autopar.planner.layout import Layout
+from autopar.planner.offline import Task, task
+from autopar.planner.planning import Step
+from autopar.planner.precision import Precision
+from autopar.planner.stages import Found
 from autopar.predict.pieces import Piece, pieces
 from autopar.predict.prediction import Prediction
 from autopar.predict.runtime import Runtime
 from autopar.predict.step import step
 from autopar.solver.solve import Limits
-from autopar.staged import Found
 
 
 def predict(

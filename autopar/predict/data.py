@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from autopar.cost.model import Cost
 from autopar.errors import LayoutError
-from autopar.layout import Layout
+from autopar.planner.layout import Layout
 from autopar.predict.runtime import Runtime
 
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.cluster import Cluster
 from autopar.errors import AutoparError
-from autopar.layout import Layout
+from autopar.hardware.cluster import Cluster
+from autopar.planner.layout import Layout
 from autopar.predict.pieces import Piece
 from autopar.predict.runtime import Runtime
 from autopar.predict.step import Step, step

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from autopar.layout import Layout
 from autopar.pipeline import Schedule, peak_held
+from autopar.planner.layout import Layout
 from autopar.predict.pieces import LAST, Piece
 from autopar.predict.runtime import Runtime
 

@@ -14,16 +14,16 @@ from functools import cached_property
 
 from autopar.cost import compute
 from autopar.cost.fusion import Share, is_fusible
-from autopar.cost.inside import inside
 from autopar.cost.memory import moved_bytes, reads, writes
-from autopar.formulate.apply import used_arcs
-from autopar.graph import Graph, Op, Tensor
-from autopar.placement import Placement
-from autopar.predict import kernels
+from autopar.cost.op_collectives import inside
+from autopar.graph.graph import Graph, Op, Tensor
+from autopar.graph.placement import Placement
+from autopar.planner.formulation.apply import used_arcs
+from autopar.planner.stages import Found
+from autopar.predict import fused_kernels as kernels
 from autopar.predict.work import MATMUL, MEMORY, Stretch, Task, Transfer
 from autopar.rules.grammar import Rule
 from autopar.solver.solve import Solution
-from autopar.staged import Found
 
 FIRST, LAST = "before", "after"  # names of what is before and after all layers
 

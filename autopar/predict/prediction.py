@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.layout import Layout
+from autopar.planner.layout import Layout
 
 # What counts as the model's work, as shares of which utilisation is given. Recomputation never counts.
 CONVENTIONS = ("causal", "square")

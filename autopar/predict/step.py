@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.cluster import Cluster
 from autopar.cost.model import Cost
+from autopar.cost.optimizers import kind_of
 from autopar.errors import LayoutError
-from autopar.layout import Layout
-from autopar.mesh import Mesh
-from autopar.optimizers import kind_of
+from autopar.graph.mesh import Mesh
+from autopar.hardware.cluster import Cluster
 from autopar.pipeline import Schedule, Times, deal, replay
+from autopar.planner.layout import Layout
 from autopar.predict import memory
-from autopar.predict.away import check_host_memory, moved_s
 from autopar.predict.data import Windows, sharded_over, traffic
+from autopar.predict.offload import check_host_memory, moved_s
 from autopar.predict.pieces import Piece
 from autopar.predict.runtime import Runtime
 from autopar.predict.seconds import NOTHING, Seconds, seconds

@@ -10,7 +10,7 @@ import functools
 import importlib
 from collections.abc import Callable
 
-from autopar.graph import Op
+from autopar.graph.graph import Op
 from autopar.rules.grammar import Dim, Factor, Line, Rule, match
 
 RuleFn = Callable[[Op], "Line | str | Rule | None"]

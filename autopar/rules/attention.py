@@ -7,7 +7,7 @@ Splitting keys needs a merge by log-sum-exp across ranks (ring attention): not o
 
 from __future__ import annotations
 
-from autopar.graph import Op, Tensor
+from autopar.graph.graph import Op, Tensor
 from autopar.rules import rule
 from autopar.rules.grammar import Line
 

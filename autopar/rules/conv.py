@@ -7,7 +7,7 @@ pools, resampling         n c s! -> n c t!
 
 from __future__ import annotations
 
-from autopar.graph import Op, Tensor
+from autopar.graph.graph import Op, Tensor
 from autopar.rules import rule
 from autopar.rules.grammar import Line
 from autopar.rules.letters import names, write

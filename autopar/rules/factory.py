@@ -6,7 +6,7 @@ lends its dtype and device alone, so its dims are shared with the output's where
 
 from __future__ import annotations
 
-from autopar.graph import Op
+from autopar.graph.graph import Op
 from autopar.rules import rule
 from autopar.rules.grammar import Line
 from autopar.rules.letters import linear_in, names, write

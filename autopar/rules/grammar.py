@@ -23,7 +23,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.graph import Op
+from autopar.graph.graph import Op
 
 Dim = tuple[str, ...]  # letters, major first; () is a `1`
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from autopar.graph import Op, Tensor
+from autopar.graph.graph import Op, Tensor
 from autopar.rules.grammar import Line
 
 

@@ -16,7 +16,7 @@ The elements of a source, one after another, into the places where a mask is tru
 
 from __future__ import annotations
 
-from autopar.graph import DTYPE_BYTES, Op, Tensor
+from autopar.graph.graph import DTYPE_BYTES, Op, Tensor
 from autopar.rules import rule
 from autopar.rules.grammar import Line
 from autopar.rules.letters import aligned, linear_in, names, write

@@ -8,7 +8,7 @@ group norm                    n (g c!) s!, (g c!), (g c!) -> n (g c!) s!, n g, n
 
 from __future__ import annotations
 
-from autopar.graph import Op, Tensor
+from autopar.graph.graph import Op, Tensor
 from autopar.rules import rule
 from autopar.rules.grammar import Line
 from autopar.rules.letters import names

@@ -6,7 +6,7 @@ Partial(sum) may pass through and be reduced later, or never.
 
 from __future__ import annotations
 
-from autopar.graph import Op, Tensor
+from autopar.graph.graph import Op, Tensor
 from autopar.rules import rule
 from autopar.rules.grammar import Line
 from autopar.rules.letters import aligned, is_float, linear_in, names, write

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.graph import Op
+from autopar.graph.graph import Op
 from autopar.rules import rule
 from autopar.rules.grammar import Line
 from autopar.rules.letters import aligned, names, write

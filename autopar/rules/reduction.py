@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autopar.graph import Op
+from autopar.graph.graph import Op
 from autopar.rules import rule
 from autopar.rules.grammar import Line
 from autopar.rules.letters import linear_in, names, write

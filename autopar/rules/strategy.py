@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from autopar.mesh import Mesh
-from autopar.placement import Placement
+from autopar.graph.mesh import Mesh
+from autopar.graph.placement import Placement
 from autopar.rules.grammar import Dim, Rule
 
 Strategy = Mapping[str, tuple[str, int]]

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.build import Precision
-from autopar.cluster import Cluster
+from autopar.cost.optimizers import kind_of
 from autopar.errors import AutoparError, LayoutError
-from autopar.infeasible import InfeasibleError
-from autopar.memory_wish import Memory
-from autopar.optimizers import kind_of
+from autopar.hardware.cluster import Cluster
+from autopar.planner.infeasible import InfeasibleError
+from autopar.planner.memory import Memory
+from autopar.planner.precision import Precision
 from autopar.predict.api import tokens_of
 from autopar.predict.runtime import Runtime
 from autopar.search.best_first import BestFirst
@@ -23,7 +23,7 @@ from autopar.search.bounds import Bounds
 from autopar.search.cache import Cache
 from autopar.search.price import Prices
 from autopar.search.result import Progress, Ranked
-from autopar.search.solved import Micros
+from autopar.search.solutions import Micros
 from autopar.search.space import Space
 
 

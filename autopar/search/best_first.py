@@ -17,10 +17,10 @@ from itertools import count
 
 from autopar.errors import LayoutError
 from autopar.search.bounds import Bounds
-from autopar.search.ideal import Pieces
+from autopar.search.lower_bound import Pieces
 from autopar.search.price import Prices
 from autopar.search.result import Progress, Ranked
-from autopar.search.solved import Micros, share_of
+from autopar.search.solutions import Micros, share_of
 from autopar.search.space import Family, Shape, Space, families, shapes
 
 AHEAD = 256  # of the smallest bounds, in which what to solve next is looked for

@@ -22,8 +22,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.cluster import Cluster
 from autopar.cost.model import Cost
+from autopar.hardware.cluster import Cluster
 from autopar.pipeline import Schedule, Times, lower_bound_s
 from autopar.predict import memory
 from autopar.predict.data import Windows, is_once_a_step, sharded_over, traffic
@@ -31,7 +31,7 @@ from autopar.predict.pieces import Piece
 from autopar.predict.runtime import Runtime
 from autopar.predict.seconds import Seconds
 from autopar.predict.step import cost_of, halves_of, schedule_of, stages_of, update_s
-from autopar.search.ideal import Pieces
+from autopar.search.lower_bound import Pieces
 from autopar.search.space import Family, Shape, Space, part, zeros
 
 SLACK = 1 - 1e-9

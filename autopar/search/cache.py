@@ -17,12 +17,12 @@ from typing import Any
 import autopar
 from autopar import solver
 from autopar.errors import AutoparError
-from autopar.offline import Task
+from autopar.planner.offline import Task
 from autopar.predict.pieces import Piece
 from autopar.predict.work import Stretch, Transfer
 from autopar.predict.work import Task as Kernel
-from autopar.search.ideal import Pieces
-from autopar.strict_json import JsonError, parse, read_bytes, short
+from autopar.search.lower_bound import Pieces
+from autopar.text.strict_json import JsonError, parse, read_bytes, short
 
 FORM = 1
 

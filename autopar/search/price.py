@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from autopar.build import Precision
+from autopar.planner.precision import Precision
 from autopar.predict.api import priced
 from autopar.predict.data import sharded_over
 from autopar.predict.step import schedule_of
-from autopar.search.away import fractions, said
 from autopar.search.bounds import Bounds
-from autopar.search.ideal import Pieces
+from autopar.search.lower_bound import Pieces
+from autopar.search.offload import fractions, said
 from autopar.search.result import Ranked
 from autopar.search.space import Family, part, zeros
 

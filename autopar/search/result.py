@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from autopar.cluster import Cluster
-from autopar.layout import Layout
+from autopar.hardware.cluster import Cluster
+from autopar.planner.layout import Layout
 from autopar.predict.prediction import Prediction
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from autopar.cluster import Cluster
 from autopar.errors import LayoutError
-from autopar.layout import RECOMPUTE, Layout
+from autopar.hardware.cluster import Cluster
+from autopar.planner.layout import RECOMPUTE, Layout
 from autopar.predict.runtime import Runtime
 
 MICRO_BATCHES = (1, 2, 4, 8)

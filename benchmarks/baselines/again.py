@@ -1,6 +1,6 @@
 """Prices for a step as it is compiled, not as it was planned: what fuses is found anew in the halves that run.
 
-The integer program, and so `autopar.price`, knows fusion from the captured graph: an operator that runs again in backward reads and writes what it does in
+The integer program, and so `autopar.simulate.price`, knows fusion from the captured graph: an operator that runs again in backward reads and writes what it does in
 forward. Inductor fuses what runs again with the backward operators that read it, where it can, which then is neither written nor read, nor in
 memory. min-cut counts on that ("recomputing is free"). Here `autopar.cost.fusion` looks at forward and backward as partitioned: the same model of
 fusion, another graph. Collectives and copies cost what they did.
@@ -13,13 +13,13 @@ from dataclasses import replace
 
 from torch import fx
 
+from autopar.capture.describe import describe_calls
 from autopar.cost import Cost
 from autopar.cost.fusion import fused
-from autopar.describe import describe_calls
-from autopar.mesh import Mesh
-from autopar.passes.nodes import is_issue, is_wait, part_bytes
+from autopar.graph.calls import is_issue, is_wait, part_bytes
+from autopar.graph.mesh import Mesh
+from autopar.graph.placement import Placement
 from autopar.passes.partition import Parts
-from autopar.placement import Placement
 from autopar.rules import lookup
 
 

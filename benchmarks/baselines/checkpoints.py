@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
-from autopar.graph import MUST_SAVE, PREFER_RECOMPUTE
+from autopar.graph.graph import MUST_SAVE, PREFER_RECOMPUTE
 from benchmarks.baselines.program import Program
 from benchmarks.baselines.torch_partitioner import min_cut
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from autopar.capture import Role
+from autopar.capture.capture import Role
 from autopar.errors import AutoparError
-from autopar.lower import lower
-from autopar.plan import Plan
+from autopar.plan.plan import Plan
+from autopar.runtime.lower import lower
 from benchmarks.baselines import Baseline, baselines
 from benchmarks.baselines.ours import CLOSE, TRIES, Ours, too_small
 from benchmarks.baselines.program import Point, Program

@@ -4,7 +4,7 @@ The simulator counts some memory that the integer program does not (`docs/archit
 than the baseline's, the planner is asked again for less, a few times; what it was asked for at last is in the result. Where the program has no plan within a
 peak, its plan of least memory is taken: what it counts may be a little more than what is simulated, or measured, and that is what is compared.
 
-All peaks are asked of one `autopar.budgets.Budgets`, as `plan.frontier()` does: the program is formulated once and its relaxations serve every
+All peaks are asked of one `autopar.planner.budgets.Budgets`, as `plan.frontier()` does: the program is formulated once and its relaxations serve every
 budget. What that finds for one budget may be farther from its bound than a plan of that budget alone; where it is slower than the baseline, such a plan is made.
 """
 
@@ -16,13 +16,13 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-from autopar.budgets import Budgets
 from autopar.errors import AutoparError
-from autopar.offload_wish import Offload
-from autopar.plan import Plan
-from autopar.planning import Step, plan_graph, plan_of
+from autopar.plan.plan import Plan
+from autopar.planner.budgets import Budgets
+from autopar.planner.offload import Offload
+from autopar.planner.planning import Step, plan_graph, plan_of
+from autopar.planner.stages import Found, uncollected
 from autopar.solver.solve import Limits
-from autopar.staged import Found, uncollected
 from benchmarks.baselines.program import Program
 
 TRIES = 6

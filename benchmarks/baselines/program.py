@@ -1,10 +1,10 @@
 """A training step to compare on: captured once, priced for any choice of what backward keeps of forward.
 
-Every choice, a baseline's or the planner's, is a `Plan` and goes the same way: shard, partition, offload, overlap, then `autopar.price` for the seconds of
-every call and `autopar.simulate` for time and memory. A baseline's plan has the strategies of the hand layout `layout` (on one device all are the same:
+Every choice, a baseline's or the planner's, is a `Plan` and goes the same way: shard, partition, offload, overlap, then `autopar.simulate.price` for the seconds of
+every call and `autopar.simulate.simulator` for time and memory. A baseline's plan has the strategies of the hand layout `layout` (on one device all are the same:
 replicated), and its own `kept` and `recompute`.
 
-Memory is the simulator's with the sizes of `autopar.stored`, with two corrections: what is saved for backward is written, also where fusion alone would not
+Memory is the simulator's with the sizes of `autopar.simulate.written_bytes`, with two corrections: what is saved for backward is written, also where fusion alone would not
 have written it; the counters of random numbers, which operators share, are made in the kernels that use them where there are kernels. The optimizer
 step counts as in the integer program: parameters, state, gradients and AdamW's temporaries.
 """
@@ -20,34 +20,35 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar import models
-from autopar.capture import Call, Captured, capture, off_cache
-from autopar.cluster import Cluster
+from autopar.capture.capture import Call, Captured, capture, off_cache
+from autopar.capture.describe import describe
+from autopar.capture.tile import layer_periods
 from autopar.cost import Cost
-from autopar.describe import describe
-from autopar.formulate.setting import Setting
-from autopar.formulate.stretches import stretch_of
-from autopar.graph import DTYPE_BYTES, Graph
-from autopar.layout import Layout
-from autopar.mesh import Mesh
+from autopar.graph.calls import AWAY
+from autopar.graph.graph import DTYPE_BYTES, Graph
+from autopar.graph.mesh import Mesh
+from autopar.graph.placement import Placement
+from autopar.hardware.cluster import Cluster
+from autopar.models import configs as models
 from autopar.passes.manager import joint_passes, overlap, run_passes
-from autopar.passes.nodes import AWAY
 from autopar.passes.offload import offload
 from autopar.passes.overlap import inputs_of
 from autopar.passes.partition import Parts, partition
 from autopar.passes.recompute import counters, saved_bytes
 from autopar.passes.shard import Options, Sharded, shard
-from autopar.placement import Placement
-from autopar.plan import OFFLOAD, Plan
-from autopar.price import Price, price
-from autopar.propagate import propagate
+from autopar.plan.decisions import OFFLOAD
+from autopar.plan.plan import Plan
+from autopar.planner.formulation.overlap_windows import stretch_of
+from autopar.planner.formulation.setting import Setting
+from autopar.planner.layout import Layout
+from autopar.planner.propagate import propagate
 from autopar.rules import lookup
 from autopar.rules.grammar import Rule
 from autopar.rules.strategy import placements
-from autopar.simulate import COMPUTE, records, replay
+from autopar.simulate.price import Price, price
+from autopar.simulate.simulator import COMPUTE, records, replay
+from autopar.simulate.written_bytes import stored, with_saved
 from autopar.solver.fold import fold
-from autopar.stored import stored, with_saved
-from autopar.tile import layer_periods
 from benchmarks.baselines.again import as_compiled
 
 PREFIX = "memory"  # of the names of process groups, none of which exists
@@ -216,7 +217,7 @@ def public(
     name: str, layers: int, batch: int, sequence: int, mesh_axes: dict[str, int], cluster: str, layout: str,
     dropout: float | None = None, precision: str = "bfloat16", fuses: bool = True, width: int | None = None,
 ) -> Program:  # fmt: skip
-    """A step of one of `autopar.models`. dropout: probability for all that it drops; None: as the model has it. width: see `narrow`."""
+    """A step of one of `autopar.models.configs`. dropout: probability for all that it drops; None: as the model has it. width: see `narrow`."""
     config = models.config(name)
     for key, value in list(vars(config).items()) if dropout is not None else ():
         if ("dropout" in key or "pdrop" in key) and isinstance(value, float):

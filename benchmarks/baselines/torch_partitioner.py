@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from autopar import _torch
-from autopar.describe import tensor_name
+from autopar.capture.describe import tensor_name
 from benchmarks.baselines.program import Program
 
 _ATTENTION = torch.ops.autopar.attention_v1

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from autopar._torch import collectives
-from autopar.graph import Op
-from autopar.mesh import Mesh
-from autopar.placement import Placement
+from autopar.graph.graph import Op
+from autopar.graph.mesh import Mesh
+from autopar.graph.placement import Placement
 from autopar.rules.grammar import Rule
 
 

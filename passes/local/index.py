@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from autopar.graph.placement import Placement
 from autopar.passes.local import local, operator
 from autopar.passes.local.context import Local
 from autopar.passes.local.reduction import once
-from autopar.placement import Placement
 from autopar.rules.index import layout
 
 

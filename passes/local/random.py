@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from autopar.kernels.random import SAMPLERS, Draw, dropout, sample
 from autopar.passes.local import local
 from autopar.passes.local.context import Local
-from autopar.random import SAMPLERS, Draw, dropout, sample
 
 
 def _draw(ctx: Local) -> Draw:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from autopar.graph.placement import Placement
 from autopar.passes.local import local, operator
 from autopar.passes.local.context import Local
-from autopar.placement import Placement
 from autopar.rules.view import bounds, contiguous_strides
 
 

@@ -34,9 +34,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from autopar import checkpoint, presence
+from autopar.checkpoint import dcp as checkpoint
+from autopar.distributed import presence
 from autopar.errors import CheckpointError, LostRankError
-from autopar.init import distribute
+from autopar.runtime.init import distribute
 from tests.dist.test_init import mixed
 from tests.models import ZOO
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from autopar.calibrate import calibrate
-from autopar.cluster import Cluster
+from autopar.hardware.calibrate import calibrate
+from autopar.hardware.cluster import Cluster
 from autopar.cost import Cost
 from autopar.cost.compute import ATTENTION
 from autopar.cost.links import KINDS
 from autopar.errors import AutoparError
-from autopar.mesh import Mesh
+from autopar.graph.mesh import Mesh
 from tests.dist.launch import run
 
 
@@ -75,7 +75,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_process_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from autopar.calibrate import world
+    from autopar.hardware.calibrate import world
 
     with pytest.raises(AutoparError, match="deliberately") as e:
         world.spawned(_fails, 2, 1.0, lambda line: None)

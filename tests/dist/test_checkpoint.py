@@ -23,10 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar import checkpoint
+from autopar.checkpoint import dcp as checkpoint
 from autopar.errors import CheckpointError
-from autopar.init import distribute
-from autopar.safetensors_io import load_safetensors, save_safetensors
+from autopar.runtime.init import distribute
+from autopar.checkpoint.safetensors import (load_safetensors, save_safetensors)
 from tests.dist.launch import run
 from tests.dist.test_init import mixed
 from tests.models import ZOO

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.capture import Call
+from autopar.capture.capture import Call
 from autopar.passes.lay_out import copies
 from tests.dist.launch import run
 from tests.images import IMAGES, batch_of, model_of

@@ -21,10 +21,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar import build, checkpoint, compile_cache, presence
+from autopar import checkpoint
+from autopar.checkpoint import dcp
+from autopar.distributed import presence
 from autopar.errors import AutoparError
-from autopar.init import distribute
-from autopar.step import Step
+from autopar.runtime import build, compile_cache, pipeline
+from autopar.runtime.init import distribute
+from autopar.runtime.step import Step
 from tests.dist.test_init import mixed
 
 PATIENCE_S = 3.0
@@ -63,7 +66,7 @@ def _work(phase: str, victim: bool, how: str, folder: str) -> None:
         distribute(model, mesh, mixed(1))
         checkpoint.save(folder, model)
         if victim:
-            _at(checkpoint.dcp, phase.removeprefix("checkpoint "), how)
+            _at(dcp.dcp, phase.removeprefix("checkpoint "), how)
         checkpoint.save(folder, model) if phase.endswith("save") else checkpoint.load(folder, model)
     if phase == "compile" and victim:
         _at(build.Builder, "arguments", how)
@@ -72,7 +75,7 @@ def _work(phase: str, victim: bool, how: str, folder: str) -> None:
     planned: dict[str, Any] = {"cluster": "h100:8"} if phase == "planning" else {"layout": "ddp" if phase == "gradient reduction" else "fsdp"}
     compiled = autopar.compile(Net(), mesh, backend="aot_eager", **planned)
     if phase == "capture" and victim:
-        _at(build, "capture", how)
+        _at(pipeline, "capture", how)
     if phase == "planning" and victim:
         _at(build, "from_first" if dist.get_rank() else "decide", how)
     if phase == "forward" and victim:

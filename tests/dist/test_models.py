@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.random import EagerRandom
+from autopar.kernels.random import EagerRandom
 from tests.dist.launch import run
 from tests.models import ZOO
 

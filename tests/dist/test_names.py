@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autopar
-from autopar import compile_cache
+from autopar.runtime import compile_cache
 from autopar.errors import MeshError
-from autopar.failures import RankError
-from autopar.groups import Groups
-from autopar.step import Step
+from autopar.distributed.failures import RankError
+from autopar.distributed.groups import Groups
+from autopar.runtime.step import Step
 from tests.dist.launch import run
 from tests.dist.test_lost import Net
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar import _torch
-from autopar.groups import Groups
+from autopar.distributed.groups import Groups
 from tests.dist.launch import run
 
 COUNT, IN_FLIGHT = 100, 8

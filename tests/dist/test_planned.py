@@ -26,14 +26,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.cluster import Cluster
-from autopar.infeasible import InfeasibleError
-from autopar.layout import Layout
-from autopar.mesh import Mesh
-from autopar.plan_schema import canonical, dumps, save
-from autopar.planning import Planned
-from autopar.propagate import propagate
-from autopar.random import EagerRandom
+from autopar.hardware.cluster import Cluster
+from autopar.planner.infeasible import InfeasibleError
+from autopar.planner.layout import Layout
+from autopar.graph.mesh import Mesh
+from autopar.plan.schema import (canonical, dumps, save)
+from autopar.planner.planning import Planned
+from autopar.planner.propagate import propagate
+from autopar.kernels.random import EagerRandom
 from tests.dist.launch import run
 from tests.models import ZOO
 
@@ -151,7 +151,7 @@ def _tensor_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
         plan = propagate(folded.graph, Layout.of("tp", Mesh.of(axes)), axes, frozenset(folded.graph.params))
         return Planned(plan, None, None)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("autopar.decide.plan_graph", plan_graph)
+    monkeypatch.setattr("autopar.planner.request.plan_graph", plan_graph)
 
 
 class Net(nn.Module):
@@ -314,7 +314,7 @@ def _first_raises() -> dict[str, tuple[str, str, float]]:
     for name, e in errors.items():
         model = _compiled(mesh, Net())
         with pytest.MonkeyPatch.context() as m:
-            m.setattr("autopar.decide.plan_graph", now(e))
+            m.setattr("autopar.planner.request.plan_graph", now(e))
             start = time.monotonic()
             out[name] = (*_told(lambda model=model: model(x)), time.monotonic() - start)
         assert model(x)["loss"] > 0  # and now it is planned

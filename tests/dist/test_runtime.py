@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import autopar
-from autopar.random import EagerRandom
+from autopar.kernels.random import EagerRandom
 from tests.dist.launch import run
 from tests.models import ZOO
 

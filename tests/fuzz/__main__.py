@@ -8,6 +8,7 @@ Every failure is printed, small, with its seed and setting; with --keep a folder
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections import Counter
 from dataclasses import asdict
@@ -22,6 +23,9 @@ from tests.fuzz.loops import search
 from tests.fuzz.report import Report
 from tests.fuzz.settings import Setting, Wanted
 from tests.fuzz.workers import Worker
+
+TOLD = 200  # programs, after which a line says how many there were
+ANSWER: dict[str, Any] = {"unfit": "", "equal": 0, "refused": {}, "source": "", "seconds": 0.0}
 
 
 def main() -> None:
@@ -54,8 +58,12 @@ def run(seed: int, programs: int, seconds: float, task: dict[str, Any], folder: 
         for number in range(seed, seed + programs):
             if time.monotonic() - start > seconds:
                 break
+            if number > seed and (number - seed) % TOLD == 0:
+                print(f"{number - seed} programs in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
             # One of each kind is made small: the others are the same defect, mostly.
             got = worker.ask({**task, "seed": number, "seen": sorted(seen)}, 240 + task["shrink_s"])
+            if "died" in got and "died" in worker.ask({**task, "seed": number, "seen": [], "eager": True}, 60):
+                got = {**ANSWER, "unfit": "eager PyTorch crashes"}
             outcome = _outcome(number, got, frozenset(task["without"]))
             report.add(outcome)
             report.statements += Counter(got.get("statements", {}))

@@ -16,20 +16,20 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import autopar
-from autopar.capture import Call, Captured
-from autopar.formulate.setting import Setting as PlanSetting
-from autopar.graph import Graph
-from autopar.infeasible import InfeasibleError
-from autopar.layout import Layout
-from autopar.lower import lower
-from autopar.mesh import Mesh
+from autopar.capture.capture import Call, Captured
+from autopar.distributed.shards import cut, join
+from autopar.graph.graph import Graph
+from autopar.graph.mesh import Mesh
+from autopar.kernels.random import EagerRandom
 from autopar.offload import OffloadSettings, close_store, open_store
 from autopar.passes.manager import overlap
-from autopar.plan import Plan
-from autopar.planning import plan_graph
-from autopar.propagate import propagate
-from autopar.random import EagerRandom
-from autopar.shards import cut, join
+from autopar.plan.plan import Plan
+from autopar.planner.formulation.setting import Setting as PlanSetting
+from autopar.planner.infeasible import InfeasibleError
+from autopar.planner.layout import Layout
+from autopar.planner.planning import plan_graph
+from autopar.planner.propagate import propagate
+from autopar.runtime.lower import lower
 from autopar.solver.solve import Limits
 from tests.fuzz.names import randn
 from tests.fuzz.program import Loaded, load
@@ -70,7 +70,7 @@ def _stepped(model: nn.Module, out: Any, tensors: list[torch.Tensor]) -> Result:
             term = (_whole(o).double() * weight(i, o).double()).sum()
             loss = term if loss is None else loss + term
     plain = [_whole(o).detach().clone() if isinstance(o, torch.Tensor) else o for o in leaves]
-    requires = [isinstance(o, torch.Tensor) and o.requires_grad for o in leaves]
+    requires = [isinstance(o, torch.Tensor) and o.requires_grad and not _claims(o) for o in leaves]
     if loss is not None:
         loss.backward()
 
@@ -81,6 +81,11 @@ def _stepped(model: nn.Module, out: Any, tensors: list[torch.Tensor]) -> Result:
         plain, str(spec), {n: held(p.grad) for n, p in model.named_parameters()}, [held(t.grad) if t.is_leaf else None for t in tensors],
         {n: _whole(b).detach().clone() for n, b in model.named_buffers()}, [t.detach().clone() for t in tensors], requires,
     )  # fmt: skip
+
+
+def _claims(t: torch.Tensor) -> bool:
+    """Whether it says that it requires a gradient and has no way back: a view made under no_grad of what requires one."""
+    return t._is_view() and t.grad_fn is None and t._base is not None and t._base.requires_grad
 
 
 def _made(loaded: Loaded) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:

@@ -9,9 +9,10 @@ import random
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from autopar.graph import Graph, Op
-from autopar.mesh import Mesh
-from autopar.plan import OFFLOAD, OpChoice, Plan
+from autopar.graph.graph import Graph, Op
+from autopar.graph.mesh import Mesh
+from autopar.plan.decisions import OFFLOAD, OpChoice
+from autopar.plan.plan import Plan
 from autopar.rules import lookup
 from autopar.rules.strategy import is_legal, placements
 

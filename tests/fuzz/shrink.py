@@ -27,7 +27,7 @@ def shrink(p: Program, setting: Setting, kind: str, seconds: float = 60.0) -> tu
             return False
         try:
             reference = Reference.of(q.source)
-        except Unfit:
+        except (Unfit, SyntaxError):  # of an argument that stands twice, say
             return False
         found = check(q.source, [s], reference).failure
         return found is not None and found.kind == kind

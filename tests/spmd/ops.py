@@ -25,11 +25,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 
-from autopar.graph import Op, Tensor
-from autopar.mesh import Mesh
+from autopar.graph.graph import Op, Tensor
+from autopar.graph.mesh import Mesh
+from autopar.graph.placement import Placement
 from autopar.passes.local import apply
 from autopar.passes.local.context import Local
-from autopar.placement import Placement
 from autopar.rules import lookup
 from autopar.rules.grammar import Rule
 from autopar.rules.strategy import Strategy, is_legal, placements

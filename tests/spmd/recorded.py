@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from ops import MismatchError, Report, aten_calls, check
 
 from autopar import rules
 from autopar.passes import local
+from tests.spmd.ops import MismatchError, Report, aten_calls, check
 
 Recorded = tuple[Any, tuple[Any, ...], dict[str, Any]]
 _G = torch.Generator().manual_seed(0)

@@ -18,20 +18,20 @@ from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autopar import _torch
-from autopar.capture import Call, Captured, Role, capture, off_cache
-from autopar.describe import describe
-from autopar.formulate.stretches import stretch_of
-from autopar.graph import Graph
-from autopar.layout import Layout
-from autopar.mesh import Mesh
+from autopar.capture.capture import Call, Captured, Role, capture, off_cache
+from autopar.capture.describe import describe
+from autopar.distributed.shards import cut, join
+from autopar.graph.graph import Graph
+from autopar.graph.mesh import Mesh
+from autopar.kernels.random import EagerRandom
 from autopar.passes.manager import joint_passes, run_passes
 from autopar.passes.offload import offload
 from autopar.passes.partition import Parts, partition
 from autopar.passes.shard import Options, group_name, group_names, shard
-from autopar.plan import Plan
-from autopar.propagate import propagate
-from autopar.random import EagerRandom
-from autopar.shards import cut, join
+from autopar.plan.plan import Plan
+from autopar.planner.formulation.overlap_windows import stretch_of
+from autopar.planner.layout import Layout
+from autopar.planner.propagate import propagate
 from autopar.solver.fold import fold
 
 STORE = "simulated"  # of activations kept away from the device; a test whose plan has some opens it

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from autopar.cost import Cost
-from autopar.formulate.setting import Setting
-from autopar.mesh import Mesh
+from autopar.graph.mesh import Mesh
 from autopar.passes.manager import overlap
-from autopar.planning import plan_graph
-from autopar.price import price
+from autopar.planner.formulation.setting import Setting
+from autopar.planner.planning import plan_graph
 from autopar.rules import lookup
+from autopar.simulate.price import price
 from tests.models import ZOO
 from tests.spmd.simulate import Prepared, Simulated, fake_world, prepare, simulated
 from tests.spmd.test_planned import LIMITS, cluster

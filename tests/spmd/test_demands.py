@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from ops import aten_calls
 from torch.fx import Graph
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from autopar.memory_format import channels_last, inverse, strides_of
 from autopar.passes.demands import DEMANDS, guarded
+from autopar.tensors.memory_format import channels_last, inverse, strides_of
+from tests.spmd.ops import aten_calls
 
 SKIPPED = ("to_sparse", "jiterator", "sparse.", "empty", "new_empty")
 NAMES = sorted({o.name for o in op_db if not o.name.startswith(SKIPPED)})

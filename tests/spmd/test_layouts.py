@@ -7,10 +7,10 @@ from collections import Counter
 
 import pytest
 
-from autopar.formulate.setting import Setting
-from autopar.layout import Layout
-from autopar.plan import Plan
-from autopar.planning import Planned, plan_graph
+from autopar.plan.plan import Plan
+from autopar.planner.formulation.setting import Setting
+from autopar.planner.layout import Layout
+from autopar.planner.planning import Planned, plan_graph
 from tests.spmd.test_planned import LIMITS, captured, check, cluster
 
 MESHES = {"tp": {"tp": 2}, "cp": {"cp": 2}, "cp tp": {"cp": 2, "tp": 2}, "dp tp": {"dp": 2, "tp": 2}}

@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 
-from autopar.formulate.setting import Setting
-from autopar.infeasible import InfeasibleError
-from autopar.lower import lower
 from autopar.offload import OffloadSettings, close_store, open_store
 from autopar.passes.manager import overlap
-from autopar.planning import plan_graph
+from autopar.planner.formulation.setting import Setting
+from autopar.planner.infeasible import InfeasibleError
+from autopar.planner.planning import plan_graph
+from autopar.runtime.lower import lower
 from autopar.solver.solve import Limits
 from tests.live import LiveBytes
 from tests.models import ZOO

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.capture import off_cache
-from autopar.mesh import Mesh
+from autopar.capture.capture import off_cache
+from autopar.graph.mesh import Mesh
 from tests.models import ZOO
 from tests.spmd.simulate import Prepared, fake_world, one_device, prepare, simulated
 

@@ -18,18 +18,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.cluster import Cluster
 from autopar.cost import Cost
-from autopar.formulate.setting import Setting
-from autopar.mesh import Mesh
+from autopar.graph.calls import is_transfer, transferred
+from autopar.graph.mesh import Mesh
+from autopar.hardware.cluster import Cluster
 from autopar.offload import OffloadSettings, close_store, find_store, open_store
 from autopar.passes.manager import overlap
-from autopar.passes.nodes import is_transfer, transferred
 from autopar.passes.partition import Parts
-from autopar.plan import Plan
-from autopar.planning import Planned, plan_graph
-from autopar.price import price
+from autopar.plan.plan import Plan
+from autopar.planner.formulation.setting import Setting
+from autopar.planner.planning import Planned, plan_graph
 from autopar.rules import lookup
+from autopar.simulate.price import price
 from autopar.solver.solve import Limits
 from tests.models import ZOO
 from tests.spmd.simulate import STORE, fake_world, simulated

@@ -15,14 +15,15 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.formulate.setting import Setting
-from autopar.layout import Layout
-from autopar.mesh import Mesh
-from autopar.placement import Placement
-from autopar.plan import OpChoice, Plan
-from autopar.planning import Planned, plan_graph
-from autopar.propagate import propagate
-from autopar.random import EagerRandom
+from autopar.graph.mesh import Mesh
+from autopar.graph.placement import Placement
+from autopar.kernels.random import EagerRandom
+from autopar.plan.decisions import OpChoice
+from autopar.plan.plan import Plan
+from autopar.planner.formulation.setting import Setting
+from autopar.planner.layout import Layout
+from autopar.planner.planning import Planned, plan_graph
+from autopar.planner.propagate import propagate
 from autopar.rules import lookup
 from autopar.solver.solve import Limits
 from tests.ordinary import ORDINARY

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from autopar import _torch
-from autopar.capture import Role
-from autopar.lower import lower
-from autopar.mesh import Mesh
+from autopar.capture.capture import Role
+from autopar.graph.mesh import Mesh
 from autopar.passes.manager import overlap
 from autopar.passes.overlap import blocking, marked, overlapped
 from autopar.passes.partition import Parts, partition
 from autopar.passes.recompute import recomputable, saved_bytes
 from autopar.passes.shard import Sharded
-from autopar.simulate import COMPUTE, price_ops, records, replay
+from autopar.runtime.lower import lower
+from autopar.simulate.simulator import COMPUTE, price_ops, records, replay
 from tests.spmd import simulate
 from tests.spmd.simulate import Simulated, fake_world, one_device
 from tests.spmd.test_models import assert_equal_gradients, prepared

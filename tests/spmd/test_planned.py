@@ -16,11 +16,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from autopar.cluster import Cluster
-from autopar.formulate.setting import Setting
-from autopar.infeasible import InfeasibleError
-from autopar.plan import CollectiveUse
-from autopar.planning import Planned, plan_graph
+from autopar.hardware.cluster import Cluster
+from autopar.plan.decisions import CollectiveUse
+from autopar.planner.formulation.setting import Setting
+from autopar.planner.infeasible import InfeasibleError
+from autopar.planner.planning import Planned, plan_graph
 from autopar.solver.solve import Limits
 from tests.models import ZOO
 from tests.spmd.simulate import Prepared, fake_world, one_device, prepare, simulated

@@ -16,18 +16,18 @@ import math
 import pytest
 
 from autopar.cost import Cost
-from autopar.formulate.setting import Setting
-from autopar.infeasible import InfeasibleError
-from autopar.mesh import Mesh
+from autopar.graph.calls import is_wait
+from autopar.graph.mesh import Mesh
 from autopar.passes.manager import overlap
-from autopar.passes.nodes import is_wait
 from autopar.passes.overlap import computes
 from autopar.passes.partition import Parts
-from autopar.planning import Planned
-from autopar.price import Price, price
+from autopar.planner.formulation.setting import Setting
+from autopar.planner.infeasible import InfeasibleError
+from autopar.planner.planning import Planned
 from autopar.rules import lookup
-from autopar.simulate import COMPUTE, Replay, records, replay
-from autopar.stored import stored, with_saved
+from autopar.simulate.price import Price, price
+from autopar.simulate.simulator import COMPUTE, Replay, records, replay
+from autopar.simulate.written_bytes import stored, with_saved
 from tests.models import ZOO
 from tests.spmd.simulate import fake_world, simulated
 from tests.spmd.test_planned import LINKS, NAMES, captured, planned

@@ -9,12 +9,12 @@ from collections import Counter
 import pytest
 import torch
 
-from autopar import offline
-from autopar.formulate.setting import Setting
-from autopar.plan import Plan
-from autopar.plan_schema import canonical, dumps, loads
-from autopar.planning import plan_graph
-from autopar.refit import refit
+from autopar.plan.plan import Plan
+from autopar.plan.schema import canonical, dumps
+from autopar.planner import offline
+from autopar.planner.formulation.setting import Setting
+from autopar.planner.planning import plan_graph
+from autopar.planner.refit import refit
 from tests.models import ZOO
 from tests.spmd import test_planned
 from tests.spmd.simulate import Prepared, prepare
@@ -48,7 +48,7 @@ def test_a_tiled_plan_on_the_whole(name: str, tight: bool, monkeypatch: pytest.M
         whole = plan_graph(p.graph, MESH, cluster, dataclasses.replace(setting, budget_bytes=memory), test_planned.LIMITS)
     tiled = offline.plan(p.model, inputs, cluster, MESH, memory=memory, options={"seconds": 300})
     assert len(tiled.ops) < len(p.graph.ops) and str(tiled.solver["capture"]).startswith("folded from captures")
-    found = refit(loads(dumps(tiled)), p.graph)
+    found = refit(Plan.loads(dumps(tiled)), p.graph)
     assert list(found.ops) == [op.name for op in p.graph.ops] and found.params.keys() == p.graph.params.keys()
     assert decided(found) == decided(whole.plan)
     monkeypatch.setattr(test_planned, "captured", lambda name, *more: (p, inputs))

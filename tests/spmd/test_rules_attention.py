@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ops import MismatchError, call, check
 
 import autopar.kernels.attention  # noqa: F401  (registers the operators)
 from autopar import rules
-from autopar.mesh import Mesh
+from autopar.graph.mesh import Mesh
 from autopar.passes import local
 from autopar.rules.strategy import is_legal, placements
+from tests.spmd.ops import MismatchError, call, check
 
 FORWARD, BACKWARD = "autopar.attention_v1.default", "autopar.attention_backward_v2.default"
 B, H, Q, S, E, D = 4, 12, 12, 8, 6, 4

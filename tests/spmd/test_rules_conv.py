@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from recorded import Recorded, check_all, f, fails, record, registered
 
 from autopar import rules
 from autopar.passes import local
+from tests.spmd.recorded import Recorded, check_all, f, fails, record, registered
 
 TARGETS = registered(rules._RULES, "conv")
 

@@ -7,14 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from ops import call, check, cut, run_ranks
-from recorded import Recorded, check_all, f, fails, ints, record, registered
 
 from autopar import rules
+from autopar.graph.mesh import Mesh
 from autopar.kernels.ctc import ctc_loss
-from autopar.mesh import Mesh
 from autopar.passes import local
 from autopar.rules.strategy import placements
+from tests.spmd.ops import call, check, cut, run_ranks
+from tests.spmd.recorded import Recorded, check_all, f, fails, ints, record, registered
 
 TARGETS = registered(rules._RULES, "loss")
 IGNORED = -100

@@ -11,11 +11,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from ops import call
-from recorded import Recorded, check_all, f, fails, record, registered
 
 from autopar import rules
 from autopar.passes import local
+from tests.spmd.ops import call
+from tests.spmd.recorded import Recorded, check_all, f, fails, record, registered
 
 transformers_moe = pytest.importorskip("transformers.integrations.moe")
 TARGETS = registered(rules._RULES, "moe")

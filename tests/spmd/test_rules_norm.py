@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from ops import call, check
-from recorded import Recorded, check_all, f, fails, record, registered
 from torch._decomp import decomposition_table
 
 from autopar import rules
 from autopar.passes import local
+from tests.spmd.ops import call, check
+from tests.spmd.recorded import Recorded, check_all, f, fails, record, registered
 
 TARGETS = registered(rules._RULES, "norm")
 aten = torch.ops.aten

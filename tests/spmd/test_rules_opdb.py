@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from ops import aten_calls, call, check_call
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from autopar import rules
-from autopar.mesh import Mesh
+from autopar.graph.mesh import Mesh
+from tests.spmd.ops import aten_calls, call, check_call
 
 OURS = frozenset(
     t for t, fn in ((t, rules._RULES[t]) for t in rules.targets())

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from ops import check
-from recorded import f, registered
 
 from autopar import rules
-from autopar.mesh import Mesh
+from autopar.graph.mesh import Mesh
+from autopar.kernels.random import SAMPLERS, EagerRandom
 from autopar.passes import local
-from autopar.random import SAMPLERS, EagerRandom
+from tests.spmd.ops import check
+from tests.spmd.recorded import f, registered
 
 X, P = f(12, 24).detach(), torch.rand(12, 24, dtype=torch.float64)
 SHAPE = [24, 12]

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from op_samples import EMPTY, SAMPLES
-from ops import MismatchError, call, check
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar import rules
-from autopar.mesh import Mesh
+from autopar.graph.mesh import Mesh
 from autopar.passes import local
 from autopar.passes.local.context import Local
 from autopar.passes.local.sizes import SIZE_ARG
 from autopar.rules.strategy import is_legal, placements
+from tests.spmd.op_samples import EMPTY, SAMPLES
+from tests.spmd.ops import MismatchError, call, check
 
 FILES = ("pointwise", "view", "factory", "reduction", "matmul", "index")
 HF_OPS = Path(__file__).resolve().parents[1] / "data" / "hf_ops.csv"

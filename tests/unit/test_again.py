@@ -6,14 +6,14 @@ import math
 
 import pytest
 
-from autopar.cluster import Cluster
 from autopar.cost import Cost
-from autopar.cost.again import LEAST
 from autopar.cost.fusion import Looks
-from autopar.graph import Graph, Op, Tensor
-from autopar.mesh import Mesh
-from autopar.placement import Placement
-from autopar.plan import Plan
+from autopar.cost.recompute import LEAST
+from autopar.graph.graph import Graph, Op, Tensor
+from autopar.graph.mesh import Mesh
+from autopar.graph.placement import Placement
+from autopar.hardware.cluster import Cluster
+from autopar.plan.plan import Plan
 from autopar.rules import lookup
 from benchmarks.baselines.again import as_compiled
 from benchmarks.baselines.program import Program, capture_program

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from autopar import _torch
-from autopar.capture_ops import captured_ops
+from autopar.capture.ops import captured_ops
 from autopar.kernels.attention import attention, attention_backward
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

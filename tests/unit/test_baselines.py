@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from autopar.capture import Role
-from autopar.cluster import Cluster
-from autopar.describe import tensor_name
-from autopar.layout import Layout
-from autopar.passes.nodes import nbytes, shares_storage
+from autopar.capture.capture import Role
+from autopar.capture.describe import tensor_name
+from autopar.graph.calls import nbytes, shares_storage
+from autopar.hardware.cluster import Cluster
 from autopar.passes.offload import offload
 from autopar.passes.partition import Parts, partition
-from autopar.propagate import propagate
+from autopar.planner.layout import Layout
+from autopar.planner.propagate import propagate
 from benchmarks.baselines import Baseline, baselines
 from benchmarks.baselines.balanced import by_density
 from benchmarks.baselines.checkpoints import HEAVY, all_but_every, eager, handed_on, regions, save_list, tagged

@@ -16,17 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from autopar.calibrate import fit
-from autopar.calibrate.measure import Measured, together
-from autopar.calibrate.result import calibration
-from autopar.calibrate.steps import Stepped
-from autopar.calibrate.timing import Sample
-from autopar.calibrate.wires import sent
-from autopar.cli import app
-from autopar.cluster import Cluster
+from autopar.cli.main import app
 from autopar.cost import Cost
 from autopar.errors import AutoparError
-from autopar.mesh import Mesh
+from autopar.graph.mesh import Mesh
+from autopar.hardware.calibrate import fit
+from autopar.hardware.calibrate.measure import together
+from autopar.hardware.calibrate.measured import Measured
+from autopar.hardware.calibrate.result import calibration
+from autopar.hardware.calibrate.steps import Stepped
+from autopar.hardware.calibrate.timing import Sample
+from autopar.hardware.calibrate.wires import sent
+from autopar.hardware.cluster import Cluster
 
 LAUNCH, RATE, STREAM, RHO = 2e-6, 5e10, 8e9, 0.3
 LATENCY, STEP, WIRE = 3e-4, 1e-4, 1e9
@@ -252,7 +253,7 @@ def test_samples_of_all_processes_count() -> None:
 @pytest.mark.parametrize("out", ["no/such/folder/x.json", "."])
 def test_an_unwritable_file_is_refused_at_once(out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("autopar.calibrate.calibrate", lambda *a: pytest.fail("measured before it was refused"))
+    monkeypatch.setattr("autopar.hardware.calibrate.calibrate", lambda *a: pytest.fail("measured before it was refused"))
     got = CliRunner().invoke(app, ["calibrate", "--out", out])
     assert got.exit_code == 2 and "--out" in got.output
 
@@ -265,14 +266,14 @@ def test_the_command_writes_and_says(tmp_path: Path, monkeypatch: pytest.MonkeyP
         progress("all_gather among 2")
         return calibration(made())
 
-    monkeypatch.setattr("autopar.calibrate.calibrate", run)
+    monkeypatch.setattr("autopar.hardware.calibrate.calibrate", run)
     got = CliRunner().invoke(app, ["calibrate", "--out", str(tmp_path / "a.json"), "--processes", "4", "--seconds", "7"])
     assert got.exit_code == 0 and asked == [(4, 7.0)]
     assert "all_gather among 2" in got.stderr and "contention" in got.stdout and Cluster.of(tmp_path / "a.json").size == 4
 
 
 def test_too_many_processes_for_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    from autopar.calibrate import calibrate
+    from autopar.hardware.calibrate import calibrate
 
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import transformer
 
-from autopar.capture import Call, capture
-from autopar.describe import describe
+from autopar.capture.capture import Call, capture
+from autopar.capture.describe import describe
 from autopar.errors import CaptureError
-from autopar.graph import Graph
+from autopar.graph.graph import Graph
 from autopar.rules import lookup
 
 

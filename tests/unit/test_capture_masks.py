@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig
 
-from autopar.capture import Call, capture
-from autopar.describe import describe
-from autopar.graph import Op
+from autopar.capture.capture import Call, capture
+from autopar.capture.describe import describe
+from autopar.graph.graph import Op
 
 ROW = 8
 LLAMA = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.check import CheckError
 from autopar.passes import local
+from autopar.runtime.check import CheckError
 from tests.images import batch_of, model_of
 from tests.models import ZOO
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from autopar import checkpoint
-from autopar.checkpoint_place import Local, Remote, place_of
+from autopar.checkpoint import dcp as checkpoint
+from autopar.checkpoint.place import Local, Remote, place_of
 from autopar.errors import CheckpointError
 
 

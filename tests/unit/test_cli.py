@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from autopar.cli import app
+from autopar.cli.main import app
 from autopar.errors import AutoparError
-from autopar.infeasible import InfeasibleError
-from autopar.plan import Plan
-from autopar.plan_schema import load, loads, save
-from autopar.sizes import SizeError, format_bytes, parse_bytes
+from autopar.plan.plan import Plan
+from autopar.plan.schema import save
+from autopar.planner.infeasible import InfeasibleError
+from autopar.text.sizes import SizeError, format_bytes, parse_bytes
 from tests.plans import full, made
 
 PLAN = ["plan", "qwen3-0.6b", "--cluster", "h100:1x8", "--batch", "16", "--seq", "512"]
@@ -40,7 +40,7 @@ def file(tmp_path: Path) -> str:
 
 @pytest.fixture
 def planning(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
-    """Replaces autopar.planning; returns the list of what it will have been called with."""
+    """Replaces autopar.planner.planning; returns the list of what it will have been called with."""
 
     def replace(raises: BaseException | None = None) -> list[Any]:
         calls: list[Any] = []
@@ -56,7 +56,7 @@ def planning(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
             plan(*args, **kwargs)
             return "because"
 
-        monkeypatch.setitem(sys.modules, "autopar.offline", types.SimpleNamespace(plan=plan, explain=explain))
+        monkeypatch.setitem(sys.modules, "autopar.planner.offline", types.SimpleNamespace(plan=plan, explain=explain))
         return calls
 
     return replace
@@ -122,13 +122,13 @@ def test_plan_passes_everything_on(planning: Callable[..., list[Any]], tmp_path:
         "fork": False, "offload": "host",
     }  # fmt: skip
     assert r.stdout == a_plan().text() + "\n" and "capture: 1.2 s" in r.stderr
-    assert load(out) == a_plan()
+    assert Plan.load(out) == a_plan()
 
 
 def test_plan_defaults(planning: Callable[..., list[Any]]) -> None:
     calls = planning()
     r = run(*PLAN, "-o", "-")
-    assert r.exit_code == 0 and loads(r.stdout) == a_plan()
+    assert r.exit_code == 0 and Plan.loads(r.stdout) == a_plan()
     ((model, _, _, mesh), kwargs) = calls[0]
     assert model.config.num_hidden_layers == 28 and mesh is None
     said = {"precision": "bf16", "optimizer": "adamw", "grad_accumulation": 1}
@@ -210,7 +210,7 @@ def test_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
     slow = tmp_path / "slow.py"
     slow.write_text(
         "import ctypes, sys, time\n"
-        "from autopar import cli\n"
+        "from autopar.cli import main as cli\n"
         "def wait():\n"
         "    print('begun', file=sys.stderr, flush=True)\n"
         "    ctypes.CDLL(None).sleep(60)\n"  # outside of Python
@@ -229,7 +229,7 @@ def test_a_process_of_its_own_collects_little_garbage() -> None:
     """But one that it is called in keeps its ways, and has no forked child."""
     code = (
         "import atexit, gc\n"
-        "from autopar import cli, cli_options\n"
+        "from autopar.cli import main as cli, options as cli_options\n"
         "def look():\n"
         "    print(gc.isenabled(), gc.get_threshold()[0], gc.get_freeze_count(), cli_options.alone)\n"
         "cli.app.command('look')(look)\n"
@@ -243,7 +243,7 @@ def test_a_process_of_its_own_collects_little_garbage() -> None:
 
 
 def test_looking_at_plans_needs_no_torch(file: str) -> None:
-    code = f"import sys, autopar.cli as c; c.app(['show', {file!r}], standalone_mode=False); assert 'torch' not in sys.modules and 'ortools' not in sys.modules"
+    code = f"import sys, autopar.cli.main as c; c.app(['show', {file!r}], standalone_mode=False); assert 'torch' not in sys.modules and 'ortools' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 

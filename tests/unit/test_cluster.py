@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cluster import FOLDER, MAX_FILE_BYTES, Cluster, ClusterError, names
 from autopar.errors import AutoparError
-from autopar.hardware import Curve
+from autopar.hardware.cluster import FOLDER, MAX_FILE_BYTES, Cluster, ClusterError, names
+from autopar.hardware.parts import Curve
 
 
 def test_every_shipped_description_loads() -> None:

@@ -13,16 +13,18 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import agree, machine
-from autopar.agree import agreed, difference, from_first
-from autopar.cluster import ClusterError
-from autopar.decide import Wish, following, refuse_other_mesh, setting, storable
+from autopar.distributed import agreement as agree
+from autopar.distributed.agreement import agreed, difference, from_first
+from autopar.distributed.shards import dtensor_placements
 from autopar.errors import AutoparError, InputError, MeshError
-from autopar.infeasible import InfeasibleError
-from autopar.mesh import Mesh
-from autopar.placement import Placement
-from autopar.plan_schema import dumps, loads, save
-from autopar.shards import dtensor_placements
+from autopar.graph.mesh import Mesh
+from autopar.graph.placement import Placement
+from autopar.hardware import detect as machine
+from autopar.hardware.cluster import ClusterError
+from autopar.plan.plan import Plan
+from autopar.plan.schema import dumps, save
+from autopar.planner.infeasible import InfeasibleError
+from autopar.planner.request import Wish, following, refuse_other_mesh, setting, storable
 from tests.models import ZOO
 from tests.plans import made
 
@@ -264,7 +266,7 @@ def test_one_process_plans() -> None:
     plan = model.plan
     assert plan.layout == "planned" and plan.cluster == "cpu:1x1" and plan.fingerprint and plan.predicted["step_time_s"] > 0
     assert plan.predicted["budget_bytes"] == autopar.Cluster.of("cpu").device.usable_bytes
-    again = autopar.compile(ZOO["llama"].build(1).train(), plan=loads(dumps(plan)), backend="aot_eager")
+    again = autopar.compile(ZOO["llama"].build(1).train(), plan=Plan.loads(dumps(plan)), backend="aot_eager")
     assert again.data_world == 1
     again(**batch).loss.backward()
     assert again.plan.ops == plan.ops

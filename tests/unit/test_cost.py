@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autopar import random
-from autopar.cluster import Cluster
 from autopar.cost import Cost, OpCost
 from autopar.cost.fusion import ALONE, Looks, _groups, fused
 from autopar.cost.links import members_on_node
 from autopar.cost.memory import COPIES, LOOKUPS
 from autopar.cost.model import DRAW_BYTES, DRAW_CALLS
 from autopar.errors import MeshError
-from autopar.graph import Graph, Op, Tensor
-from autopar.mesh import Axis, Mesh
-from autopar.placement import Placement
-from autopar.redistribution import redistribute
+from autopar.graph.graph import Graph, Op, Tensor
+from autopar.graph.mesh import Axis, Mesh
+from autopar.graph.placement import Placement
+from autopar.graph.redistribution import redistribute
+from autopar.hardware.cluster import Cluster
+from autopar.kernels import random
 from autopar.rules import lookup, targets
 from autopar.rules.strategy import Strategy, is_legal, placements
 

@@ -16,16 +16,17 @@ import pytest
 import torch
 import transformers
 
-from autopar.capture import Call, capture
-from autopar.cluster import Cluster
-from autopar.describe import describe
-from autopar.formulate.setting import Setting
-from autopar.graph import Graph
-from autopar.plan import ParamChoice, Plan
-from autopar.planning import plan_graph
+from autopar.capture.capture import Call, capture
+from autopar.capture.describe import describe
+from autopar.capture.tile import tiled
+from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
+from autopar.plan.decisions import ParamChoice
+from autopar.plan.plan import Plan
+from autopar.planner.formulation.setting import Setting
+from autopar.planner.planning import plan_graph
 from autopar.solver.fold import Folded, fold
 from autopar.solver.solve import Limits
-from autopar.tile import tiled
 
 LLAMA_8B = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
 COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")

@@ -7,11 +7,11 @@ import functools
 import pytest
 
 from autopar.errors import AutoparError, MeshError
-from autopar.explain import Explanation, explain_graph
-from autopar.formulate.setting import Setting
-from autopar.infeasible import InfeasibleError
-from autopar.plan_text import strategy
-from autopar.planning import plan_graph
+from autopar.plan.text import strategy
+from autopar.planner.explain import Explanation, explain_graph
+from autopar.planner.formulation.setting import Setting
+from autopar.planner.infeasible import InfeasibleError
+from autopar.planner.planning import plan_graph
 from autopar.solver.fold import Folded, fold
 from autopar.solver.solve import Limits
 from tests.plans import captured

@@ -11,17 +11,17 @@ from functools import cache
 
 import pytest
 
-from autopar.cluster import Cluster
+from autopar.capture.tile import tiled
 from autopar.cost.compute import HEAVY
-from autopar.formulate.setting import Setting
-from autopar.graph import Op
-from autopar.offload_wish import Offload
-from autopar.plan import Plan
-from autopar.planning import plan_graph
+from autopar.graph.graph import Op
+from autopar.hardware.cluster import Cluster
+from autopar.plan.plan import Plan
+from autopar.planner.formulation.setting import Setting
+from autopar.planner.offload import Offload
+from autopar.planner.planning import plan_graph
 from autopar.rules import lookup
 from autopar.solver.fold import Folded
 from autopar.solver.solve import Limits
-from autopar.tile import tiled
 from tests.unit.test_experts import llama
 
 WIDTHS = (1792, 2048, 2304)

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.capture import Call, capture
-from autopar.describe import describe
+from autopar.capture.capture import Call, capture
+from autopar.capture.describe import describe
+from autopar.capture.tile import expand_params, layer_periods, tiled
 from autopar.errors import CaptureError
-from autopar.graph import Graph, Op, Tensor
+from autopar.graph.graph import Graph, Op, Tensor
 from autopar.solver.fold import Folded, fold, folded
-from autopar.tile import expand_params, layer_periods, tiled
 from tests import models
 
 # ---- graphs made by hand -----------------------------------------------------------------------------------------

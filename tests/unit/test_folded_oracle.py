@@ -22,19 +22,20 @@ import torch
 from ortools.math_opt.python import mathopt
 from torch import nn
 
-from autopar.capture import Call, capture
-from autopar.cluster import Cluster
+from autopar.capture.capture import Call, capture
+from autopar.capture.describe import describe
 from autopar.cost import Cost
-from autopar.describe import describe
-from autopar.formulate import clusters as together
-from autopar.formulate.ideal import ideal
-from autopar.formulate.memory import rows
-from autopar.formulate.names import Names
-from autopar.formulate.problem import Formulator
-from autopar.formulate.quotient import Quotient, quotient
-from autopar.formulate.setting import Setting
-from autopar.graph import Graph
-from autopar.mesh import Mesh
+from autopar.graph.graph import Graph
+from autopar.graph.mesh import Mesh
+from autopar.hardware.cluster import Cluster
+from autopar.planner.formulation import clusters as together
+from autopar.planner.formulation.lower_bound import ideal
+from autopar.planner.formulation.memory_rows import rows
+from autopar.planner.formulation.names import Names
+from autopar.planner.formulation.problem import Formulator
+from autopar.planner.formulation.setting import Setting
+from autopar.planner.formulation.symmetry import Quotient, quotient
+from autopar.planner.stages import WORTH, Stages
 from autopar.rules import lookup
 from autopar.solver.evaluate import Price, evaluate, tidy
 from autopar.solver.fold import Folded, fold, folded
@@ -43,7 +44,6 @@ from autopar.solver.model import Options, Program
 from autopar.solver.problem import BACKWARD, DEVICE, FORWARD, NONE, Decision, End, Key, Problem, Times, Value
 from autopar.solver.shrink import Shrunk, shrink
 from autopar.solver.solve import Infeasible, Limits, Solution, smallest, solve
-from autopar.staged import WORTH, Stages
 
 MESH = Mesh.of({"dp": 2})
 CHUNKS, MODELS = 8, 3
@@ -171,7 +171,7 @@ def whole(f: Folded, small: Formulator, cluster: Cluster, setting: Setting, only
         n: (s, k) for s, stack in enumerate(f.stacks) for copies in (stack.forward, stack.backward) for k, c in enumerate(copies) for n in c
     }
     # Every copy of a layer has clusters of its own.
-    cl, like, of = small.cl, list[int](), dict[str, int]()
+    cl, like, of = small.clusters, list[int](), dict[str, int]()
     left = [range(k.size) if only is None else (only[i],) for i, k in enumerate(cl.clusters)]
     index: dict[tuple[int, tuple[int, int] | None], int] = {}
     apart: list[together.Cluster] = []
@@ -187,12 +187,11 @@ def whole(f: Folded, small: Formulator, cluster: Cluster, setting: Setting, only
     want, made = (
         {op.name: [places[f.rep[op.name]][s] for s in left[cl.of[f.rep[op.name]]]] for op in f.graph.ops} for places in (cl.want, cl.made)
     )
-    alone.cl = together.Clusters(apart, of, want, made, alone.cl.chain, alone.cl.maker)
+    alone.take(together.Clusters(apart, of, want, made, alone.clusters.chain, alone.clusters.maker))
     names = small.names
     like += [len(cl.clusters), names.inputs, *(names.storage[f.tensor_rep[t.name]][0] for t in f.graph.params.values())]
     if only is not None:
         alone.only = [only[c] for c in like]
-    alone.names.clusters = alone.cl
     problem, names = alone.run()
     assert [len(c.labels) for c in problem.choices] == [1 if only else len(small.choices[c][1]) for c in like]
     # Tensors of a class that are read alike decide alike; so do all operators of a class.
@@ -585,7 +584,7 @@ def check_rows(s: Shrunk, small: Formulator, problem: Problem, d: Decision, w: W
     last of them, those between hold no more."""
     mine, theirs = every_row(small, problem, d), every_row(w.formulator, w.problem, everywhere)
     members: dict[str, list[str]] = defaultdict(list)
-    for op in w.formulator.graph.ops:
+    for op in w.formulator.program.graph.ops:
         members[s.image[op.name]].append(op.name)
     for op, bytes_at in mine.items():
         held = [theirs[n][0] for n in members.get(op, [op])]
@@ -598,8 +597,8 @@ def check_rows(s: Shrunk, small: Formulator, problem: Problem, d: Decision, w: W
 def every_row(f: Formulator, problem: Problem, d: Decision) -> dict[str, list[float]]:
     """Operator (or the optimizer's step) -> bytes at it."""
     with pytest.MonkeyPatch.context() as m:
-        m.setattr("autopar.formulate.memory._undominated", lambda rows, given=(): list(rows))
-        problem = rows(f, problem)
+        m.setattr("autopar.planner.formulation.memory_rows._undominated", lambda rows, given=(): list(rows))
+        problem = rows(f.formulated(), problem)
     out: dict[str, list[float]] = defaultdict(list)
     for row, nbytes in zip(problem.rows, evaluate(problem, d).row_bytes, strict=True):
         out[row.name.rpartition(" ")[2]].append(nbytes)
@@ -776,8 +775,8 @@ def test_the_ideal_allows_what_segments_do(devices: int, cut: tuple[int, ...], m
     loose rows do, and under no budget just that."""
     checked = Counter[str]()
     for c in in_segments(cut, Mesh.of({"dp": devices}), True, media):
-        again = formulator(c.uncut.q, c.cluster, c.uncut.setting, mesh=c.uncut.mesh)
-        bound, loose = Relaxation(ideal(c.uncut, c.problem, again)), Relaxation(c.problem.loosened)
+        again = formulator(c.uncut.program.q, c.cluster, c.uncut.setting, mesh=c.uncut.mesh)
+        bound, loose = Relaxation(ideal(c.uncut.formulated(), c.problem, again)), Relaxation(c.problem.loosened)
         check_bound(c, bound, checked)
         for share in (0.9, 1.0, 1.1, 1.3, math.inf) if devices == 1 else ():
             mine, theirs = bound.at(share * c.peak_bytes), loose.at(share * c.peak_bytes)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from autopar import fork
+from autopar.capture import forked as fork
 from autopar.errors import AutoparError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a command forks on Linux only")
@@ -99,7 +99,8 @@ def test_the_copy_ends_with_its_command(tmp_path: Path, number: signal.Signals) 
     script = tmp_path / "command.py"
     script.write_text(
         "import os, pathlib, sys, time\n"
-        "from autopar import cli, fork\n"
+        "from autopar.capture import forked as fork\n"
+        "from autopar.cli import main as cli\n"
         "def copy():\n"
         f"    pathlib.Path({str(pid)!r}).write_text(str(os.getpid()))\n"
         "    print('begun', file=sys.__stderr__, flush=True)\n"
@@ -122,7 +123,8 @@ def test_the_copy_ends_with_its_command(tmp_path: Path, number: signal.Signals) 
 def test_a_signal_to_the_copy_is_none_to_its_command() -> None:
     script = (
         "import os, signal, sys, time\n"
-        "from autopar import cli, fork\n"
+        "from autopar.capture import forked as fork\n"
+        "from autopar.cli import main as cli\n"
         "here = os.getpid()\n"
         "def copy():\n"
         "    if os.getpid() != here:\n"

@@ -22,14 +22,15 @@ from torch import nn
 from typer.testing import CliRunner
 
 import autopar
-from autopar import offline
-from autopar.cli import app
-from autopar.decide import Wish
+from autopar.cli.main import app
 from autopar.errors import AutoparError
-from autopar.frontier import Fates, Frontier, Point, moved, resharded
-from autopar.infeasible import InfeasibleError
-from autopar.memory_wish import Memory
-from autopar.plan_schema import canonical, dumps, loads
+from autopar.plan.plan import Plan
+from autopar.plan.schema import canonical, dumps
+from autopar.planner import offline
+from autopar.planner.frontier import Fates, Frontier, Point, moved, resharded
+from autopar.planner.infeasible import InfeasibleError
+from autopar.planner.memory import Memory
+from autopar.planner.request import Wish
 from autopar.solver.brute_force import decisions
 from autopar.solver.evaluate import evaluate
 from autopar.solver.frontier import Answer, Floor, Relaxation, frontier, pareto, trace
@@ -159,7 +160,7 @@ def test_points_are_pareto(mesh: str, offload: bool) -> None:
     for p in f.points:
         assert p.plan.predicted["peak_memory_bytes"] == p.peak_memory_bytes == p.plan.predicted["budget_bytes"]
         assert p.plan.predicted["step_time_s"] == p.step_time_s >= p.bound_s > 0 and 0 <= p.gap < 0.2
-        assert loads(dumps(p.plan)) == replace(p.plan, solver=loads(dumps(p.plan)).solver)
+        assert Plan.loads(dumps(p.plan)) == replace(p.plan, solver=Plan.loads(dumps(p.plan)).solver)
     assert any(fate.startswith("offload") for p in f.points for fate in p.plan.activations.values()) == offload
 
 
@@ -286,7 +287,7 @@ def test_text_json_and_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_plan_from_a_file_has_no_frontier() -> None:
     plan = asked()
-    for copy in (loads(dumps(plan)), pickle.loads(pickle.dumps(plan)), found().points[0].plan):
+    for copy in (Plan.loads(dumps(plan)), pickle.loads(pickle.dumps(plan)), found().points[0].plan):
         with pytest.raises(AutoparError, match=r"autopar\.plan"):
             copy.frontier()
     for points in (1, 0, True, 2.5):
@@ -319,7 +320,7 @@ def test_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         calls.append(kw)
         return two if "points" in kw else plan
 
-    monkeypatch.setitem(sys.modules, "autopar.offline", types.SimpleNamespace(plan=planned, frontier=planned))
+    monkeypatch.setitem(sys.modules, "autopar.planner.offline", types.SimpleNamespace(plan=planned, frontier=planned))
 
     def run(verb: str, *args: str) -> Any:
         return CliRunner().invoke(app, [verb, "qwen3-0.6b", "--cluster", "h100:1x8", "--batch", "16", "--seq", "512", *args])

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import fx
 
-from autopar.capture import Role
-from autopar.cluster import Cluster
+from autopar.capture.capture import Role
 from autopar.cost.compute import HEAVY
-from autopar.passes.fused_again import _maker
-from autopar.passes.nodes import is_collective
+from autopar.graph.calls import is_collective
+from autopar.hardware.cluster import Cluster
+from autopar.passes.fused_recompute import _maker
 from autopar.passes.partition import Parts, partition
 from autopar.passes.recompute import from_parameters
 from benchmarks.baselines.measure import lowered, tensors
@@ -35,7 +35,7 @@ def captured(name: str, fuses: bool = True) -> Program:
 
 def halves(name: str, fuses: bool, pinned: frozenset[str] = frozenset()) -> Parts:
     p = captured(name)
-    with mock.patch("autopar.passes.fused_again.LEAST_BYTES", 1):
+    with mock.patch("autopar.passes.fused_recompute.LEAST_BYTES", 1):
         return partition(p.marked(p.base), fuses=fuses, pinned=pinned)
 
 
@@ -81,7 +81,7 @@ def test_only_what_is_cheap_runs_again(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_faster_and_smaller_as_compiled(name: str) -> None:
     p = captured(name)
-    with mock.patch("autopar.passes.fused_again.LEAST_BYTES", 1):
+    with mock.patch("autopar.passes.fused_recompute.LEAST_BYTES", 1):
         plain, free = (p.point(p.base, "compiled", ours) for ours in (False, True))
     assert free.step_s <= plain.step_s and free.saved_bytes < plain.saved_bytes and free.peak_bytes <= plain.peak_bytes * (1 + 1e-3)
 

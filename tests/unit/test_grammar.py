@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.graph import Op, Tensor
-from autopar.mesh import Mesh
-from autopar.placement import Placement
+from autopar.graph.graph import Op, Tensor
+from autopar.graph.mesh import Mesh
+from autopar.graph.placement import Placement
 from autopar.rules import fallback
 from autopar.rules.grammar import Line, Rule, RuleError, match
 from autopar.rules.strategy import is_legal, letter_at, placements, single_axis

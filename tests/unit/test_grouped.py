@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from autopar import budgets
-from autopar.capture import Role
-from autopar.cluster import Cluster
-from autopar.infeasible import InfeasibleError
-from autopar.plan import Plan
-from autopar.planning import Limits, Planned, Step, plan_graph
-from autopar.refit import PlanMismatchError, refit
+from autopar.capture.capture import Role
+from autopar.hardware.cluster import Cluster
+from autopar.plan.plan import Plan
+from autopar.planner import budgets
+from autopar.planner.infeasible import InfeasibleError
+from autopar.planner.planning import Limits, Planned, Step, plan_graph
+from autopar.planner.refit import PlanMismatchError, refit
 from autopar.solver.fold import fold, grouped, handed_on_bytes
 from autopar.solver.solve import Solution
 from benchmarks.baselines.measure import lowered, tensors

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar import _torch
+from autopar.distributed.groups import Groups
 from autopar.errors import MeshError
-from autopar.groups import Groups
 from autopar.offload import OffloadSettings, close_store, next_number, numbered, open_store
 from tests.spmd.simulate import fake_world
 

@@ -1,9 +1,10 @@
 """The direction of flow, enforced on the syntax tree of every source file.
 
+- rooms import themselves and what stands before them, files never each other (`tests/structure.py`);
 - the planner's half of the package (`solver/`, `autopar/rules/`, the graph, mesh, placement, layout and plan types) never reaches torch,
   neither itself nor through a module of ours that it imports;
 - `autopar.passes` does not import `autopar.solver`: a pass never re-decides what the plan decided;
-- only `autopar/_torch.py` touches private torch APIs: any dotted path below `torch` with a component that begins with an underscore, imported or
+- only `autopar/_torch/` touches private torch APIs: any dotted path below `torch` with a component that begins with an underscore, imported or
   reached as an attribute. Operators (`torch.ops.aten._to_copy`, `torch.ops._c10d_functional.all_reduce`) are exempt, and so are names like `torch.__version__`.
 """
 
@@ -15,18 +16,14 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = {"autopar": "autopar", "autopar.solver": "solver", "autopar.passes": "passes", "autopar.kernels": "kernels"}
-PRIVATE_API_FILE = "autopar._torch"
+from tests.structure import ROOT, Structure, imports, within
+
+PRIVATE_APIS = "autopar._torch"
 TORCH_FREE = (
-    "autopar.solver", "autopar.rules", "autopar.graph", "autopar.mesh", "autopar.placement", "autopar.layout", "autopar.plan",
-    "autopar.cluster", "autopar.cost", "autopar.formulate", "autopar.plan_schema", "autopar.simulate", "autopar.planning", "autopar.pipeline",
+    "autopar.text", "autopar.graph", "autopar.rules", "autopar.hardware.cluster", "autopar.hardware.parts", "autopar.cost", "autopar.plan", "autopar.solver",
+    "autopar.planner.formulation", "autopar.planner.planning", "autopar.planner.layout", "autopar.simulate.simulator", "autopar.pipeline",
 )  # fmt: skip
 ALLOWED_PRIVATE = ("torch.ops",)
-
-
-def within(path: str, prefix: str) -> bool:
-    return path == prefix or path.startswith(prefix + ".")
 
 
 def is_private(path: str) -> bool:
@@ -35,26 +32,6 @@ def is_private(path: str) -> bool:
     if parts[0] != "torch" or any(within(path, a) for a in ALLOWED_PRIVATE):
         return False
     return any(p.startswith("_") and not p.endswith("__") for p in parts)
-
-
-def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[str, int]]:
-    """Every dotted path that `tree` imports, with its line: import statements anywhere, and import_module("literal")."""
-    package = module if is_package else module.rpartition(".")[0]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for a in node.names:
-                yield a.name, node.lineno
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                above = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*above, *([base] if base else [])])
-            for a in node.names:
-                yield (base if a.name == "*" else f"{base}.{a.name}"), node.lineno
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id if isinstance(node.func, ast.Name) else ""
-            if called in ("import_module", "__import__"):
-                yield node.args[0].value, node.lineno
 
 
 def torch_paths(tree: ast.AST) -> Iterator[tuple[str, int]]:
@@ -95,26 +72,8 @@ def torch_paths(tree: ast.AST) -> Iterator[tuple[str, int]]:
                 yield path, node.lineno
 
 
-def sources() -> dict[str, Path]:
-    """module name -> file, of everything that is shipped."""
-    out: dict[str, Path] = {}
-    for package, folder in FOLDERS.items():
-        for f in sorted((ROOT / folder).rglob("*.py")):
-            parts = f.relative_to(ROOT / folder).with_suffix("").parts
-            out[".".join([package, *(parts[:-1] if parts[-1] == "__init__" else parts)])] = f
-    return out
-
-
-SOURCES = sources()
-TREES = {m: ast.parse(f.read_text(), str(f)) for m, f in SOURCES.items()}
-IMPORTS = {m: list(imports(TREES[m], m, SOURCES[m].name == "__init__.py")) for m in SOURCES}
-
-
-def module_of(path: str) -> str | None:
-    """The module of ours that importing `path` runs; the package's own `__init__` is no dependency of its parts."""
-    while path and path not in SOURCES:
-        path = path.rpartition(".")[0]
-    return path if path not in ("", "autopar") else None
+STRUCTURE = Structure()
+SOURCES, TREES, IMPORTS, module_of = STRUCTURE.sources, STRUCTURE.trees, STRUCTURE.imports, STRUCTURE.module_of
 
 
 def chain_to(start: str, is_target: str) -> list[str] | None:
@@ -141,6 +100,36 @@ def test_torch_free(name: str) -> None:
         assert chain is None, " imports ".join(chain or [])
 
 
+def test_rooms_stand_on_each_other_in_order() -> None:
+    assert not STRUCTURE.against_the_order(), "\n".join(STRUCTURE.against_the_order())
+
+
+def test_no_circles() -> None:
+    assert not STRUCTURE.circles(), "\n".join(" <-> ".join(c) for c in STRUCTURE.circles())
+
+
+def test_little_lies_loose() -> None:
+    assert len(STRUCTURE.loose()) <= 6, STRUCTURE.loose()
+
+
+def test_rooms_say_what_they_are_for() -> None:
+    packages = [m for m, f in SOURCES.items() if f.name == "__init__.py"]
+    assert len(packages) > 20
+    silent = [m for m in packages if len(ast.get_docstring(TREES[m]) or "") < 100]
+    assert not silent, silent
+
+
+@pytest.mark.parametrize(
+    ("source", "circles", "against"), [("", 0, 0), ("from autopar.cost import model", 0, 1), ("def f():\n    import autopar.graph.b", 1, 0)]
+)
+def test_the_checker_sees(tmp_path: Path, source: str, circles: int, against: int) -> None:
+    for name, text in {"graph/a.py": source, "graph/b.py": "from autopar.graph.a import x", "cost/model.py": ""}.items():
+        (tmp_path / "autopar" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "autopar" / name).write_text(text)
+    s = Structure(tmp_path)
+    assert (len(s.circles()), len(s.against_the_order())) == (circles, against)
+
+
 def test_passes_do_not_import_the_solver() -> None:
     modules = [m for m in SOURCES if within(m, "autopar.passes")]
     assert modules
@@ -148,12 +137,13 @@ def test_passes_do_not_import_the_solver() -> None:
     assert not bad, "\n".join(bad)
 
 
-def test_one_file_has_the_private_torch_apis() -> None:
-    assert any(is_private(p) for p, _ in torch_paths(TREES[PRIVATE_API_FILE])), "the checker sees nothing, or the exemption is idle"
+def test_one_room_has_the_private_torch_apis() -> None:
+    mine = [m for m in SOURCES if within(m, PRIVATE_APIS)]
+    assert any(is_private(p) for m in mine for p, _ in torch_paths(TREES[m])), "the checker sees nothing, or the exemption is idle"
     bad = {
         f"{SOURCES[m].relative_to(ROOT)}:{line}: {p}"
         for m in SOURCES
-        if m != PRIVATE_API_FILE
+        if m not in mine
         for p, line in torch_paths(TREES[m])
         if is_private(p)
     }

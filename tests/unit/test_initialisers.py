@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from autopar.errors import AutoparError
-from autopar.init import distribute, materialize
+from autopar.runtime.init import distribute, materialize
 from tests.models import ZOO
 
 CPU = torch.device("cpu")

@@ -9,19 +9,20 @@ import pytest
 import torch
 import transformers
 
-from autopar.capture import Call, capture
-from autopar.cluster import Cluster
-from autopar.describe import describe
+from autopar.capture.capture import Call, capture
+from autopar.capture.describe import describe
 from autopar.errors import LayoutError
-from autopar.formulate.layouts import Loop, input_loops
-from autopar.formulate.setting import Setting
-from autopar.graph import Graph
-from autopar.infeasible import InfeasibleError
-from autopar.layout import Layout
-from autopar.plan import ParamChoice, Plan
-from autopar.planning import plan_graph
+from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
+from autopar.plan.decisions import ParamChoice
+from autopar.plan.plan import Plan
+from autopar.planner.formulation.layouts import Loop, input_loops
+from autopar.planner.formulation.setting import Setting
+from autopar.planner.infeasible import InfeasibleError
+from autopar.planner.layout import Layout
+from autopar.planner.planning import plan_graph
+from autopar.planner.storage import representable
 from autopar.rules import lookup
-from autopar.storage import representable
 
 BATCH, SEQUENCE, LAYERS = 16, 256, 4
 TWO, ONE, THREE = {"dp": 4, "tp": 2}, {"dp": 8}, {"a": 2, "b": 2, "c": 2}

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cluster import Cluster
 from autopar.cost.links import KINDS, collective, crossings
-from autopar.hardware import CollectiveCurve, Tree
-from autopar.mesh import Mesh
+from autopar.graph.mesh import Mesh
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.parts import CollectiveCurve, Tree
 
 GROUPED = tuple(k for k in KINDS if k not in ("slice", "send"))
 NVLINK, NIC, V = 0.64 * 450e9, 0.69 * 50e9, 1e9

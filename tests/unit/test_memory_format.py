@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.errors import CaptureError
-from autopar.mesh import Mesh
+from autopar.graph.mesh import Mesh
+from autopar.graph.placement import Placement
+from autopar.graph.redistribution import redistribute
 from autopar.passes.lay_out import copies
-from autopar.placement import Placement
-from autopar.redistribution import redistribute
 from tests.images import batch_of, model_of
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -31,7 +31,7 @@ def whole(t: Tensor) -> Tensor:
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
-def same_as_eager(model: nn.Module, *args: Tensor, backend: str = "aot_eager") -> autopar.runtime.ParallelModule:
+def same_as_eager(model: nn.Module, *args: Tensor, backend: str = "aot_eager") -> autopar.runtime.module.ParallelModule:
     ours = autopar.compile(copy.deepcopy(model), backend=backend)
     want, got = model(*args), ours(*args)
     want.backward()

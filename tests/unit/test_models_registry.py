@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from autopar import models
-from autopar.model_table import TABLE
-from autopar.models import ModelError
+from autopar.models import configs as models
+from autopar.models.configs import ModelError
+from autopar.models.table import TABLE
 from tests.spmd.simulate import prepare
 
 # As on the models' pages; on the meta device even the largest is built in a tenth of a second.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autopar.formulate.memory import Rows
+from autopar.planner.formulation.memory_rows import Rows
 from autopar.solver.model import Program
 from autopar.solver.problem import Row
 from tests.unit.test_accumulation import test_measured as measured_is_predicted
@@ -42,14 +42,14 @@ def no_row_at_the_turn(m: pytest.MonkeyPatch) -> None:
     true = Rows.rows
 
     def rows(self: Rows) -> tuple[Row, ...]:
-        near = {op.name for op in self.f.graph.ops[self.turn - 12 : self.turn + 12]}
+        near = {op.name for op in self.program.graph.ops[self.life.turn - 12 : self.life.turn + 12]}
         return tuple(r for r in true(self) if r.name.rpartition(" ")[2] not in near)
 
     m.setattr(Rows, "rows", rows)
 
 
 def views_are_tensors_of_their_own(m: pytest.MonkeyPatch) -> None:
-    m.setattr("autopar.formulate.written.is_view", lambda op, rule: False)
+    m.setattr("autopar.planner.formulation.materialized.is_view", lambda op, rule: False)
 
 
 def some_blocks() -> None:

@@ -16,12 +16,13 @@ from torch._dynamo import convert_frame, functional_export, guards, symbolic_con
 from typer.testing import CliRunner
 
 import autopar
-from autopar import fork, offline
-from autopar.cli import app
+from autopar.capture import forked as fork
+from autopar.cli.main import app
 from autopar.errors import AutoparError, MeshError
-from autopar.infeasible import InfeasibleError
-from autopar.plan import Plan
-from autopar.plan_schema import canonical, dumps, loads
+from autopar.plan.plan import Plan
+from autopar.plan.schema import canonical, dumps
+from autopar.planner import offline
+from autopar.planner.infeasible import InfeasibleError
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1024}
 
@@ -56,7 +57,7 @@ def test_the_same_problem_gives_the_same_plan(plan: Plan) -> None:
 
 
 def test_round_trip(plan: Plan) -> None:
-    assert dataclasses.replace(loads(dumps(plan)), solver={}) == dataclasses.replace(plan, solver={})
+    assert dataclasses.replace(Plan.loads(dumps(plan)), solver={}) == dataclasses.replace(plan, solver={})
 
 
 def test_what_does_not_fit_is_explained() -> None:
@@ -124,7 +125,7 @@ def test_too_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def late(*_: object, **__: object) -> None:
         raise TimeoutError("no answer within 1 s")
 
-    for what in ("staged.look", "budgets.Budgets"):
+    for what in ("planner.stages.look", "planner.budgets.Budgets"):
         monkeypatch.setattr(f"autopar.{what}", late)
     with pytest.raises(AutoparError, match="no answer within 1 s") as e:
         planned()

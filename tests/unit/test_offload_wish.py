@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.cluster import Cluster
 from autopar.errors import AutoparError
-from autopar.formulate.setting import Setting
-from autopar.offload_wish import Offload
+from autopar.hardware.cluster import Cluster
+from autopar.planner.formulation.setting import Setting
+from autopar.planner.offload import Offload
 
 H100, CPU = Cluster.of("h100:8"), Cluster.of("cpu:2")
 

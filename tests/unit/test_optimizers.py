@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
+from autopar.cost.optimizers import KINDS, UNKNOWN, kind_of
 from autopar.errors import OptimizerError
-from autopar.optimizers import KINDS, UNKNOWN, kind_of, watch
+from autopar.runtime.optimizers import watch
 from tests.live import LiveBytes
 
 SIZES = (30_000, 50_000, 20_000)

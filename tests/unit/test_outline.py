@@ -13,12 +13,12 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar import _torch
-from autopar.lower import lower
 from autopar.passes import outline as outline_module
 from autopar.passes.manager import overlap
 from autopar.passes.outline import Outlined, outline
 from autopar.passes.overlap import blocking
 from autopar.passes.repeats import find_repeats
+from autopar.runtime.lower import lower
 from tests.models import ZOO
 from tests.spmd.simulate import fake_world, prepare, simulated
 

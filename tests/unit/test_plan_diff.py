@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from autopar.plan import Plan
-from autopar.plan_diff import LINES, diff
-from autopar.plan_schema import dumps, loads
+from autopar.plan.diff import LINES, diff
+from autopar.plan.plan import Plan
+from autopar.plan.schema import dumps
 from tests.plans import full, made, with_collectives, with_sections
 
 MESH = {"dp": 2, "tp": 2}
@@ -23,7 +23,7 @@ def base() -> Plan:
 
 def changed(plan: Plan, **values: Any) -> Plan:
     """As dataclasses.replace, which forgets sections that are no fields."""
-    out = loads(dumps(plan))
+    out = Plan.loads(dumps(plan))
     for k, v in values.items():
         object.__setattr__(out, k, v)
     return out
@@ -32,9 +32,9 @@ def changed(plan: Plan, **values: Any) -> Plan:
 def test_equal_plans_do_not_differ() -> None:
     for layout in ("ddp", "fsdp+tp"):
         plan = made("llama", MESH, layout)
-        assert diff(plan, plan) == diff(plan, loads(dumps(plan))) == ""
+        assert diff(plan, plan) == diff(plan, Plan.loads(dumps(plan))) == ""
     plan = base()
-    assert diff(plan, loads(dumps(plan))) == ""
+    assert diff(plan, Plan.loads(dumps(plan))) == ""
     assert diff(plan, with_sections(plan, {"seconds": 99.0})) == "", "how long planning took is no difference"
 
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from autopar import plan_schema
 from autopar.errors import AutoparError
-from autopar.placement import Placement
-from autopar.plan import CollectiveUse, OpChoice, ParamChoice, Plan
-from autopar.plan_check import PlanError
-from autopar.plan_diff import diff
-from autopar.plan_schema import canonical, dumps, load, loads, save
+from autopar.graph.placement import Placement
+from autopar.plan import schema as plan_schema
+from autopar.plan.checks import PlanError
+from autopar.plan.decisions import CollectiveUse, OpChoice, ParamChoice
+from autopar.plan.diff import diff
+from autopar.plan.plan import Plan
+from autopar.plan.schema import canonical, dumps, save
 from tests.plans import full, made, with_collectives, with_sections
 
 MESH = {"dp": 2, "tp": 4}
@@ -30,15 +31,15 @@ MESH = {"dp": 2, "tp": 4}
 def test_round_trip(name: str, layout: str) -> None:
     plan = made(name, MESH, layout)
     text = dumps(plan)
-    back = loads(text)
+    back = Plan.loads(text)
     assert back == plan and dumps(back) == text and str(back) == str(plan)
     assert list(back.params) == list(plan.params) and list(back.ops) == list(plan.ops) and list(back.mesh_axes) == list(plan.mesh_axes)
 
 
 def test_round_trip_of_collectives_and_every_section() -> None:
     plan = full(with_collectives("llama", MESH, "fsdp+tp"))
-    assert plan.collectives and str(loads(dumps(plan))) == str(plan)
-    back = loads(dumps(plan))
+    assert plan.collectives and str(Plan.loads(dumps(plan))) == str(plan)
+    back = Plan.loads(dumps(plan))
     assert back.__dict__ == plan.__dict__ and dumps(back) == dumps(plan)
     assert vars(back)["solver"]["seconds"] == 12.25 and vars(back)["predicted"]["mfu"] == 1 / 3
 
@@ -46,7 +47,7 @@ def test_round_trip_of_collectives_and_every_section() -> None:
 def test_padded_parameters() -> None:
     plan = made("llama", {"dp": 7}, "fsdp")
     assert any(c.padded != c.shape for c in plan.params.values()), "nothing is padded: another mesh is needed"
-    assert loads(dumps(plan)) == plan
+    assert Plan.loads(dumps(plan)) == plan
 
 
 def test_canonical_text_is_one_text() -> None:
@@ -96,7 +97,7 @@ def test_a_deep_models_file_is_small() -> None:
     big = deep(plan, 20)
     assert len(big.ops) > 9_000
     text = dumps(big)
-    assert loads(text) == big
+    assert Plan.loads(text) == big
     assert len(json.loads(text)["plan"]["op_table"]) == len(json.loads(dumps(plan))["plan"]["op_table"]) < 120
     assert len(text) < 80 * len(big.ops)
 
@@ -133,7 +134,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     save(plan, file)
     save(plan, str(file))
-    assert load(file).__dict__ == plan.__dict__
+    assert Plan.load(file).__dict__ == plan.__dict__
     assert [f.name for f in tmp_path.iterdir()] == ["plan.json"]
 
 
@@ -163,7 +164,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
 def test_unreadable_files(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none.json", tmp_path / ("x" * 5000), tmp_path / "a\0b"):
         with pytest.raises(PlanError):
-            load(path)
+            Plan.load(path)
     with pytest.raises(PlanError):
         save(made("tiny", MESH, "ddp"), tmp_path / "none" / "plan.json")
 
@@ -174,7 +175,7 @@ def test_a_huge_file_is_refused_unread(tmp_path: Path) -> None:
         f.truncate(1 << 40)  # a hole: takes no disk
     start = time.process_time()
     with pytest.raises(PlanError, match="more than 256 MB") as e:
-        load(file)
+        Plan.load(file)
     assert time.process_time() - start < 1 and str(file) in e.value.where
 
 
@@ -219,7 +220,7 @@ def raw() -> Any:
 def test_hostile_text(data: bytes, said: str) -> None:
     start = time.process_time()
     with pytest.raises(PlanError, match=said) as e:
-        loads(data, "some/plan.json")
+        Plan.loads(data, "some/plan.json")
     assert "some/plan.json" in e.value.where and e.value.fix and len(str(e.value)) < 1500
     assert time.process_time() - start < 5
 
@@ -289,7 +290,7 @@ def set_at(path: str, value: Any) -> bytes:
 )
 def test_contradictions_and_misfits(path: str, value: Any, said: str) -> None:
     with pytest.raises(PlanError, match=said) as e:
-        loads(set_at(path, value))
+        Plan.loads(set_at(path, value))
     assert len(str(e.value)) < 1500
 
 
@@ -299,11 +300,11 @@ def test_an_op_without_rule_or_repeated_has_a_target() -> None:
     for row in root["plan"]["ops"]:
         row[2] = None
     root["plan"]["repeated"] = []
-    assert loads(json.dumps(root)).targets == {}
+    assert Plan.loads(json.dumps(root)).targets == {}
     for choice in root["plan"]["op_table"]:
         choice["fallback"] = True
     with pytest.raises(PlanError, match="no target"):
-        loads(json.dumps(root))
+        Plan.loads(json.dumps(root))
 
 
 # ---- random damage -------------------------------------------------------------------------------------------------
@@ -375,13 +376,13 @@ def test_damaged_files() -> None:
         data = damaged(text, rng)
         began = time.process_time()
         try:
-            found = loads(data)
+            found = Plan.loads(data)
         except AutoparError as e:
             refused += 1
             assert e.fix and len(str(e)) < 2000
         else:
             again = dumps(found)
-            back = loads(again)
+            back = Plan.loads(again)
             assert back.__dict__ == found.__dict__ and dumps(back) == again
             str(found), found.data_size, found.fallbacks, diff(plan, found)
         slowest = max(slowest, time.process_time() - began)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.placement import Placement
-from autopar.plan import CollectiveUse, OpChoice, ParamChoice, Plan
-from autopar.plan_schema import dumps, loads
+from autopar.graph.placement import Placement
+from autopar.plan.decisions import CollectiveUse, OpChoice, ParamChoice
+from autopar.plan.plan import Plan
+from autopar.plan.schema import dumps
 
 MESH = {"dp": 4, "tp": 2}
 AXES = ("dp.0", "dp.1", "tp")
@@ -80,7 +81,7 @@ def test_text() -> None:
 
 def test_text_is_the_files() -> None:
     assert (
-        loads(dumps(dataclasses.replace(plan(), activations={"mm": "save"}))).text()
+        Plan.loads(dumps(dataclasses.replace(plan(), activations={"mm": "save"}))).text()
         == dataclasses.replace(plan(), activations={"mm": "save"}).text()
     )
 

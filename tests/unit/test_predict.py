@@ -9,13 +9,14 @@ import pytest
 from torch import nn
 
 import autopar
-from autopar import Layout, models
-from autopar.cluster import Cluster
+from autopar import Layout
 from autopar.cost.model import Cost
 from autopar.errors import AutoparError, LayoutError
-from autopar.mesh import Mesh
-from autopar.offline import task
-from autopar.planning import plan_graph
+from autopar.graph.mesh import Mesh
+from autopar.hardware.cluster import Cluster
+from autopar.models import configs as models
+from autopar.planner.offline import task
+from autopar.planner.planning import plan_graph
 from autopar.predict.api import micro_batch, solved
 from autopar.predict.data import Windows, traffic
 from autopar.predict.fit import Run, fit, start

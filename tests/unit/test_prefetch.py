@@ -11,9 +11,9 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar import _torch
-from autopar.capture import Role
+from autopar.capture.capture import Role
+from autopar.graph.calls import is_collective, is_wait, nbytes
 from autopar.passes.defer import defer
-from autopar.passes.nodes import is_collective, is_wait, nbytes
 from autopar.passes.overlap import Stretch, blocking, calls_between, mark, overlapped, stretches
 from autopar.passes.prefetch import prefetch
 

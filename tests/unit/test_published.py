@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cluster import Cluster
 from autopar.errors import AutoparError
-from autopar.layout import Layout
+from autopar.hardware.cluster import Cluster
+from autopar.planner.layout import Layout
 from autopar.predict.fit import Run, start
 from autopar.predict.runtime import RUNTIMES
 from benchmarks import names, published

@@ -381,7 +381,7 @@ def test_a_flag_that_forward_sets_and_that_changes_nothing_captures_nothing_anew
 
 
 def test_captured_again_and_again_is_worth_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.runtime.OFTEN", 3)
+    monkeypatch.setattr("autopar.runtime.module.OFTEN", 3)
 
     class Scheduled(Net):
         step = 0

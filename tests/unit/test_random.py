@@ -13,8 +13,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar import _torch
-from autopar.capture_ops import captured_ops
-from autopar.random import SAMPLERS, Draw, EagerRandom, bits, dropout, keep_mask, normal, randint, sample, uniform
+from autopar.capture.ops import captured_ops
+from autopar.kernels.random import SAMPLERS, Draw, EagerRandom, bits, dropout, keep_mask, normal, randint, sample, uniform
 
 N = 1 << 16
 INDEX = torch.arange(N)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import fx
 
-from autopar.capture import Role
+from autopar.capture.capture import Role
 from autopar.passes.partition import Parts, partition
 from autopar.passes.recompute import recomputable, saved_bytes
 from autopar.passes.shard import Sharded
-from autopar.simulate import COMPUTE, records, replay
+from autopar.simulate.simulator import COMPUTE, records, replay
 
 c10d = torch.ops._c10d_functional
 aten = torch.ops.aten

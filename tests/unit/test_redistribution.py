@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 
-from autopar.mesh import Mesh
-from autopar.placement import Placement
-from autopar.redistribution import redistribute, union_digits
+from autopar.graph.mesh import Mesh
+from autopar.graph.placement import Placement
+from autopar.graph.redistribution import redistribute, union_digits
 
 MESHES = [{"a": 2}, {"a": 4}, {"a": 2, "b": 2}, {"a": 3, "b": 2}, {"a": 2, "b": 2, "c": 2}]
 

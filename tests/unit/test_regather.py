@@ -14,10 +14,10 @@ from functools import cache
 import torch
 from torch import fx
 
-from autopar.cluster import Cluster
-from autopar.passes.nodes import is_collective
-from autopar.plan import Plan
-from autopar.planning import plan_graph
+from autopar.graph.calls import is_collective
+from autopar.hardware.cluster import Cluster
+from autopar.plan.plan import Plan
+from autopar.planner.planning import plan_graph
 from autopar.solver.solve import Limits
 from benchmarks.baselines.program import Program, capture_program
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from autopar import safetensors_io
-from autopar.safetensors_io import load_safetensors, save_safetensors
+from autopar.checkpoint import safetensors as safetensors_io
+from autopar.checkpoint.safetensors import load_safetensors, save_safetensors
 
 
 @pytest.mark.parametrize("largest", [5 * 1000**3, 300], ids=["one file", "many"])

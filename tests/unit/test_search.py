@@ -22,23 +22,23 @@ from torch import nn
 from typer.testing import CliRunner
 
 import autopar
-from autopar.cli import app
-from autopar.cluster import Cluster
+from autopar.cli.main import app
 from autopar.errors import AutoparError, LayoutError
-from autopar.infeasible import InfeasibleError
-from autopar.layout import Layout
+from autopar.hardware.cluster import Cluster
+from autopar.planner.infeasible import InfeasibleError
+from autopar.planner.layout import Layout
 from autopar.predict import Prediction, Runtime
 from autopar.predict.api import priced
 from autopar.predict.memory import kept_bytes, peak_bytes
 from autopar.predict.step import cost_of, halves_of, schedule_of, stages_of
 from autopar.search import Progress, Ranked, Space
-from autopar.search.away import STEPS, fractions
 from autopar.search.best_first import BestFirst
 from autopar.search.bounds import Bounds
 from autopar.search.cache import Cache
-from autopar.search.ideal import Pieces
+from autopar.search.lower_bound import Pieces
+from autopar.search.offload import STEPS, fractions
 from autopar.search.price import Prices
-from autopar.search.solved import Micros
+from autopar.search.solutions import Micros
 from autopar.search.space import Family, Shape, part
 
 SEQUENCE, BATCH = 512, 16

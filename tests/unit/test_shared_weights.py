@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.capture import Call, capture
-from autopar.cluster import Cluster
+from autopar.capture.capture import Call, capture
+from autopar.capture.describe import describe
 from autopar.cost import Cost
-from autopar.describe import describe
-from autopar.formulate.problem import Formulator
-from autopar.formulate.quotient import quotient
-from autopar.formulate.setting import Setting
-from autopar.mesh import Mesh
+from autopar.graph.mesh import Mesh
+from autopar.hardware.cluster import Cluster
+from autopar.planner.formulation.problem import Formulator
+from autopar.planner.formulation.setting import Setting
+from autopar.planner.formulation.symmetry import quotient
 from autopar.rules import lookup
 from autopar.solver.fold import fold
 from autopar.solver.problem import BACKWARD, FORWARD, Problem

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from autopar.cluster import Cluster
 from autopar.cost import Cost
-from autopar.formulate.names import Names
-from autopar.formulate.problem import Formulator
-from autopar.formulate.quotient import quotient
-from autopar.formulate.setting import Setting
-from autopar.mesh import Mesh
+from autopar.graph.mesh import Mesh
+from autopar.hardware.cluster import Cluster
+from autopar.planner.formulation.names import Names
+from autopar.planner.formulation.problem import Formulator
+from autopar.planner.formulation.setting import Setting
+from autopar.planner.formulation.symmetry import quotient
 from autopar.rules import lookup
 from autopar.solver.evaluate import evaluate
 from autopar.solver.fold import Folded, fold

@@ -10,10 +10,10 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar import _torch
-from autopar.passes.nodes import part_bytes, wire_bytes
+from autopar.graph.calls import part_bytes, wire_bytes
 from autopar.passes.overlap import blocking_of
 from autopar.passes.partition import Parts
-from autopar.simulate import COMPUTE, Record, Replay, price_ops, records, replay
+from autopar.simulate.simulator import COMPUTE, Record, Replay, price_ops, records, replay
 
 c10d = torch.ops._c10d_functional
 

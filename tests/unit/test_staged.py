@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import budgets, staged
 from autopar.errors import AutoparError
-from autopar.infeasible import InfeasibleError
-from autopar.plan_schema import dumps, loads
+from autopar.plan.plan import Plan
+from autopar.plan.schema import dumps
+from autopar.planner import budgets
+from autopar.planner import stages as staged
+from autopar.planner.infeasible import InfeasibleError
 from autopar.solver.solve import NoAnswer
 
 
@@ -108,7 +110,7 @@ def test_a_plan_explains_itself() -> None:
     answer = plan.explain("up", "dp:out")
     asked = autopar.explain(Net(), {"x": torch.empty(1 << 14, 1024, device="meta")}, "h100:8", "8", op="up", placement="dp:out")
     assert answer == asked and answer.verdict in ("costs", "does")
-    for copy in (loads(dumps(plan)), pickle.loads(pickle.dumps(plan))):
+    for copy in (Plan.loads(dumps(plan)), pickle.loads(pickle.dumps(plan))):
         assert copy == plan
         with pytest.raises(AutoparError, match=r"autopar\.explain"):
             copy.explain("up", "dp:out")

@@ -17,20 +17,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import autopar
-from autopar import offline
-from autopar.capture import Call, capture
-from autopar.describe import describe
+from autopar.capture.capture import Call, capture
+from autopar.capture.describe import describe
 from autopar.errors import CaptureError
-from autopar.formulate.setting import Setting
-from autopar.graph import Graph, Op
-from autopar.infeasible import InfeasibleError
-from autopar.layout import Layout
-from autopar.mesh import Mesh
-from autopar.plan import Plan
-from autopar.plan_schema import canonical, dumps, loads
-from autopar.planning import plan_graph
-from autopar.propagate import propagate
-from autopar.refit import refit
+from autopar.graph.graph import Graph, Op
+from autopar.graph.mesh import Mesh
+from autopar.plan.plan import Plan
+from autopar.plan.schema import canonical, dumps
+from autopar.planner import offline
+from autopar.planner.formulation.setting import Setting
+from autopar.planner.infeasible import InfeasibleError
+from autopar.planner.layout import Layout
+from autopar.planner.planning import plan_graph
+from autopar.planner.propagate import propagate
+from autopar.planner.refit import refit
 from autopar.solver.fold import fold
 from autopar.solver.solve import Limits
 from tests.spmd.test_planned import cluster
@@ -305,7 +305,7 @@ def test_what_cannot_be_made_again_is_said() -> None:
     g, plan = planned("", "", "", around=True)
     assert any(text.startswith("add in layers.*") and "handed on" in text for text in plan.unmet)
     assert "mm" not in made_by(g, set(plan.kept)) and re.search(r"tagged to be made again: .*add in layers\.\*", str(plan))
-    assert loads(dumps(plan)).unmet == plan.unmet
+    assert Plan.loads(dumps(plan)).unmet == plan.unmet
 
 
 def test_an_error_names_the_tags() -> None:

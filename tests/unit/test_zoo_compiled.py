@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.random import EagerRandom
+from autopar.kernels.random import EagerRandom
 from tests.models import ZOO
 
 pytestmark = pytest.mark.usefixtures("one_process")

@@ -1,0 +1,103 @@
+"""Private torch APIs: the only room that imports them. It absorbs the differences between versions (torch >= 2.11).
+
+In: what the rest asks for by these names. Out: what torch does. **A private API goes into the file of its subject**: fake tensors (fakes.py), calls of fx graphs (nodes.py),
+dynamo (language.py, effects.py, regions.py), the joint graph of AOTAutograd (export.py), Inductor (inductor.py), process groups and DTensors (distributed.py).
+"""
+
+from autopar._torch.distributed import (
+    alias_process_group,
+    collectives,
+    default_store,
+    default_timeout,
+    dtensor,
+    is_open,
+    local_tensor,
+    new_group,
+    orderly,
+    process_group,
+    unalias_process_groups,
+)
+from autopar._torch.effects import Effect, Notes, global_module_hooks
+from autopar._torch.export import describe_io, explain_capture_failure, export_joint, pytree, saved_by_min_cut
+from autopar._torch.fakes import check_recorded_values, fake_mode_of, fresh_fake, is_fake, new_fake_mode, storage_of, with_strides
+from autopar._torch.inductor import (
+    boxed,
+    compile_inner,
+    decompose_late,
+    decomposed_late,
+    import_compiler,
+    inductor_cache_counts,
+    invoke_subgraph,
+    keep_strides,
+)
+from autopar._torch.nodes import (
+    compiled_when_called,
+    draws_random,
+    drop_dead_code,
+    get_attribute,
+    getitem,
+    is_getitem,
+    is_operator,
+    is_pure,
+    line_of,
+    without_dead_code,
+)
+from autopar._torch.parameters import hooks_of, set_hooks, swap_parameter
+from autopar._torch.patched import replaced_composites
+from autopar._torch.pickles import restricted_reader
+from autopar._torch.regions import TorchDispatchMode, leave_region, region_of
+
+__all__ = [
+    "Effect",
+    "Notes",
+    "TorchDispatchMode",
+    "alias_process_group",
+    "boxed",
+    "check_recorded_values",
+    "collectives",
+    "compile_inner",
+    "compiled_when_called",
+    "decompose_late",
+    "decomposed_late",
+    "default_store",
+    "default_timeout",
+    "describe_io",
+    "draws_random",
+    "drop_dead_code",
+    "dtensor",
+    "explain_capture_failure",
+    "export_joint",
+    "fake_mode_of",
+    "fresh_fake",
+    "get_attribute",
+    "getitem",
+    "global_module_hooks",
+    "hooks_of",
+    "import_compiler",
+    "inductor_cache_counts",
+    "invoke_subgraph",
+    "is_fake",
+    "is_getitem",
+    "is_open",
+    "is_operator",
+    "is_pure",
+    "keep_strides",
+    "leave_region",
+    "line_of",
+    "local_tensor",
+    "new_fake_mode",
+    "new_group",
+    "orderly",
+    "process_group",
+    "pytree",
+    "region_of",
+    "replaced_composites",
+    "restricted_reader",
+    "saved_by_min_cut",
+    "set_hooks",
+    "storage_of",
+    "swap_parameter",
+    "unalias_process_groups",
+    "with_strides",
+    "without_dead_code",
+]

@@ -1,0 +1,140 @@
+"""Process groups under names, collectives, DTensors, stores and timeouts."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+from typing import Any
+
+import torch
+import torch.utils._python_dispatch
+import torch.utils._pytree
+
+from autopar.tensors.memory_format import order_of, strides_of
+
+collectives = torch.ops._c10d_functional  # issued and awaited by separate ops, which a graph can hold
+
+
+def alias_process_group(name: str, group: Any) -> None:
+    """Makes `group` known to functional collectives under `name` too, so that graphs have the same text on every rank; a group that had the name loses it."""
+    from torch._C._distributed_c10d import _register_process_group, _resolve_process_group, _unregister_process_group
+
+    with contextlib.suppress(RuntimeError):  # nobody has the name, or one that is gone
+        if _resolve_process_group(name) is group:
+            return
+    _unregister_process_group(name)
+    _register_process_group(name, group)
+
+
+def is_open(group: Any) -> bool:
+    """Whether `group` of torch's was not destroyed yet."""
+    from torch.distributed.distributed_c10d import _world
+
+    return group in _world.pg_map
+
+
+def new_group(ranks: list[int], name: str, timeout: Any) -> Any:
+    """A group of `ranks`, this process among them, under a name that no other group of the job has; collective over `ranks` alone.
+
+    torch.distributed.new_group wants all processes of the job, and takes names from counters of each process: those of two halves of a job
+    that make groups by themselves would be the same names in one store.
+    """
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_timeout, _new_process_group_helper, _world
+
+    backend, store = _world.pg_map[dist.group.WORLD]
+    backend = dist.Backend(backend)
+    timeout = _get_default_timeout(backend) if timeout is None else timeout
+    device = dist.group.WORLD.bound_device_id  # type: ignore[union-attr]
+    made, _ = _new_process_group_helper(
+        len(ranks), ranks.index(dist.get_rank()), ranks, backend, store, name, timeout=timeout, device_id=device
+    )
+    _world.pg_group_ranks[made] = {r: i for i, r in enumerate(ranks)}
+    return made
+
+
+def process_group(name: str) -> Any:
+    """The group that functional collectives know under `name`."""
+    from torch._C._distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)
+
+
+_orderly: dict[str, tuple[Any, Any]] = {}  # by name: the default group it was made under, and the group
+
+
+def orderly(name: str, group: Any, fresh: str) -> Any:
+    """`group`, or, where gloo carries it, a group of the same ranks whose collectives run one after another; collective over the ranks on first use of `name`.
+
+    fresh: a text that the ranks agreed on and that was in no key of the store before.
+
+    gloo runs two collectives of a group at a time, and both of its threads note what they ended in one string, without a lock
+    (ProcessGroupGloo::runLoop; torch 2.13): after long enough with several all-gathers on their way the heap is damaged ("malloc(): unaligned tcache chunk
+    detected"; address sanitizer: double free of that string). torch.distributed.new_group has no argument for the number of threads.
+    """
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore, ProcessGroup
+
+    gloo = getattr(dist, "ProcessGroupGloo", None)
+    cpu = torch.device("cpu")
+    if gloo is None or cpu not in group._device_types or not isinstance(theirs := group._get_backend(cpu), gloo):
+        return group
+    under, made = _orderly.get(name, (None, None))
+    if under is dist.group.WORLD:
+        return made
+    for old in [n for n, (world, _) in _orderly.items() if world is not dist.group.WORLD]:
+        del _orderly[old]
+    if not _orderly:
+        atexit.register(_orderly.clear)  # its threads end while Python still runs
+    options = gloo._Options()
+    options._devices, options._threads, options._timeout = [gloo.create_default_device()], 1, theirs.options._timeout
+    ranks = dist.get_process_group_ranks(group)
+    # A name may come again after the default group was destroyed and made anew, perhaps in the same store.
+    store = PrefixStore(f"{name}/{'.'.join(map(str, ranks))}/{fresh}", default_store())
+    rank, size = ranks.index(dist.get_rank()), len(ranks)
+    mine = ProcessGroup(store, rank, size)
+    backend = gloo(store, rank, size, options)
+    backend.options.global_ranks_in_group, backend.options.group_name = ranks, name
+    backend._set_sequence_number_for_group()
+    mine._set_default_backend(ProcessGroup.BackendType.GLOO)
+    mine._register_backend(cpu, ProcessGroup.BackendType.GLOO, backend)
+    mine._set_group_name(name)
+    _orderly[name] = (dist.group.WORLD, mine)
+    return mine
+
+
+def unalias_process_groups() -> None:
+    """Forgets all aliases (before destroy_process_group, which the registry's references would outlive)."""
+    from torch._C._distributed_c10d import _unregister_all_process_groups
+
+    _unregister_all_process_groups()
+
+
+def local_tensor(t: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor itself (not a view that autograd tracks)."""
+    return t._local_tensor  # type: ignore[attr-defined]
+
+
+def dtensor(local: torch.Tensor, mesh: Any, placements: Any, shape: tuple[int, ...], order: tuple[int, ...] | None = None) -> Any:
+    """A DTensor of global `shape` from a local shard, without communication. order: its format, by default the shard's."""
+    from torch.distributed.tensor import DTensor
+
+    stride = strides_of(shape, order or order_of(local))
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def default_timeout(device_type: str) -> Any:
+    """How long collectives of the default process group wait; None where its backend does not say."""
+    import torch.distributed as dist
+
+    try:
+        return dist.group.WORLD._get_backend(torch.device(device_type)).options._timeout  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def default_store() -> Any:
+    """The key-value store that the process group was initialised with."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()

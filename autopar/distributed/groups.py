@@ -1,0 +1,109 @@
+"""Process groups over mesh axes, under names that are the same on every rank.
+
+Every rank of the mesh must ask for the same axes in the same order (all apply one plan). Other ranks of the job need not take part. What has to be told
+apart in the job's store goes by an id that the mesh's first rank draws: processes count differently that have done different things before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar import _torch
+from autopar.distributed import presence
+from autopar.errors import MeshError
+from autopar.graph.mesh import Mesh
+from autopar.passes.shard import group_name
+
+
+class Groups:
+    """The groups of one device mesh."""
+
+    def __init__(self, device_mesh: DeviceMesh) -> None:
+        names = device_mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(device_mesh.ndim))
+        self.device_mesh = device_mesh
+        self.axes = {n: device_mesh.size(i) for i, n in enumerate(names)}
+        self.mesh = Mesh.of(self.axes)
+        self.ranks = [int(r) for r in device_mesh.mesh.flatten().tolist()]
+        if self.ranks != sorted(self.ranks):
+            raise MeshError("the mesh lists ranks out of order", where=f"mesh {self.ranks}", fix="use init_device_mesh, or ascending ranks")
+        # The same in every run of a program: it is in the text of graphs, which are cached.
+        key = f"{self.ranks}{self.axes}{device_mesh.device_type}"
+        self.prefix = "autopar." + hashlib.sha256(key.encode()).hexdigest()[:8]
+        self.made: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        self.known: dict[str, dist.ProcessGroup] = {}  # what graphs' collectives mean by a name
+        self.world = dist.group.WORLD if dist.is_initialized() else None
+        self.steps = 0
+        self._id = ""
+
+    @property
+    def id(self) -> str:
+        """Of these groups alone, in all of the job's time, the same on every rank of the mesh."""
+        self.meet()
+        return self._id
+
+    def meet(self) -> None:
+        """Ranks tell each other who they are, and agree on the id. Collective on first use."""
+        if self._id:
+            return
+        said = [(presence.this_process(), uuid.uuid4().hex[:16])]
+        for axis in range(self.device_mesh.ndim):
+            if self.device_mesh.size(axis) > 1:
+                parts: list[list[tuple[presence.Process, str]]] = [[] for _ in range(self.device_mesh.size(axis))]
+                dist.all_gather_object(parts, said, group=self.device_mesh.get_group(axis))
+                said = [one for part in parts for one in part]
+        presence.know(process for process, _ in said)
+        drawn = next(text for process, text in said if process.rank == self.ranks[0])
+        self._id = f"{self.prefix}.{drawn}"
+
+    @property
+    def rank(self) -> int:
+        """This process's position in the mesh."""
+        return self.ranks.index(dist.get_rank()) if dist.is_initialized() else 0
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        return self.mesh.coordinates(self.rank)
+
+    @property
+    def everyone(self) -> dist.ProcessGroup:
+        """The group of the whole mesh; makes it on first use (collective)."""
+        axes = tuple(a.name for a in self.mesh.axes if a.size > 1)
+        self.ensure(axes)
+        return self.made[axes]
+
+    def ensure(self, axes: tuple[str, ...]) -> str:
+        """The name of the group over `axes`; makes it on first use (collective)."""
+        name = group_name(self.prefix, axes)
+        if axes in self.made:
+            return name
+        mine: dist.ProcessGroup | None = None
+        on_cpu = self.device_mesh.device_type == "cpu"
+        parents = [p for p in self.mesh.parents if self.mesh.children(p) == axes]
+        if len(axes) == len([a for a in self.mesh.axes if a.size > 1]) and len(self.ranks) == dist.get_world_size():
+            mine = dist.group.WORLD
+        elif parents:
+            mine = self.device_mesh.get_group(parents[0])
+        else:
+            timeout = _torch.default_timeout(self.device_mesh.device_type)  # else torch takes its own, of half an hour
+            ranks = next(ranks for g in self.mesh.groups(axes) if dist.get_rank() in (ranks := [self.ranks[i] for i in g]))
+            mine = _torch.new_group(ranks, f"{self.id}.{'+'.join(axes)}.{ranks[0]}", timeout)
+        assert mine is not None
+        self.made[axes] = mine
+        self.known[name] = _torch.orderly(name, mine, self.id) if on_cpu else mine
+        _torch.alias_process_group(name, self.known[name])
+        return name
+
+    def bind(self) -> None:
+        """From here on names mean these groups. Another model on a mesh with the same axes and ranks may have groups of its own under them."""
+        if self.made and (dist.group.WORLD is not self.world or not all(map(_torch.is_open, self.made.values()))):
+            raise MeshError(
+                "the process groups that this model was compiled for are destroyed",
+                where=f"mesh of {' x '.join(f'{n}={s}' for n, s in self.axes.items())}",
+                fix="make a mesh after init_process_group, and call autopar.compile on it again",
+            )
+        for name, group in self.known.items():
+            _torch.alias_process_group(name, group)

@@ -1,0 +1,82 @@
+"""Cutting a whole tensor into a rank's shard, putting shards together, and DTensor's words for a placement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.distributed.tensor import Placement as DPlacement
+from torch.distributed.tensor import Replicate, Shard
+
+from autopar.graph.mesh import Mesh
+from autopar.graph.placement import Placement
+from autopar.planner.storage import plain_dim
+
+
+def cut(x: torch.Tensor, p: Placement, mesh: Mesh, coordinates: Mapping[str, int]) -> torch.Tensor:
+    """The part of the whole tensor `x` that the rank at `coordinates` holds. A view where it can be."""
+    for dim in range(x.dim()):
+        digits = p.digits(dim, mesh)
+        if all(a is None for _, a in digits):
+            continue
+        x = x.unflatten(dim, [n for n, _ in digits])
+        at = dim
+        for _, a in digits:
+            if a is None:
+                at += 1
+            else:
+                x = x.select(at, coordinates[a])
+        kept = at - dim
+        x = x.flatten(dim, at - 1) if kept > 1 else x if kept == 1 else x.unsqueeze(dim)
+    return x
+
+
+def join(shards: Mapping[int, torch.Tensor], p: Placement, mesh: Mesh) -> torch.Tensor:
+    """The whole tensor from every rank's shard (rank -> local); Partial axes are reduced."""
+    some = shards[0]
+    ops = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+    out = torch.empty(p.shape, dtype=some.dtype)
+    done: dict[tuple[int, ...], torch.Tensor] = {}
+    for rank in range(mesh.size):
+        c = mesh.coordinates(rank)
+        if any(c[a] for a in mesh.names if a not in p.where and a not in p.reductions):
+            continue  # a replica
+        key = tuple(c[s.axis] for s in p.splits)
+        local = shards[rank]
+        if key in done:
+            (op,) = set(p.reductions.values())
+            done[key] = ops[op](done[key], local)
+        else:
+            done[key] = local
+    for key, local in done.items():
+        where = dict(zip((s.axis for s in p.splits), key, strict=True))
+        cut(out, p, mesh, {a: where.get(a, 0) for a in mesh.names}).copy_(local) if _is_view(p, mesh) else _scatter(
+            out, local, p, mesh, where
+        )
+    return out
+
+
+def _is_view(p: Placement, mesh: Mesh) -> bool:
+    """Whether `cut` is a view: at most one local digit a dim."""
+    return all(sum(a is None for _, a in p.digits(d, mesh)) <= 1 for d in range(len(p.shape)))
+
+
+def _scatter(out: torch.Tensor, local: torch.Tensor, p: Placement, mesh: Mesh, where: dict[str, int]) -> None:
+    index = []
+    for dim in range(out.dim()):
+        i = torch.zeros((), dtype=torch.int64)
+        stride = p.shape[dim]
+        for n, a in p.digits(dim, mesh):
+            stride //= n
+            i = i + where[a] * stride if a is not None else (i.unsqueeze(-1) + torch.arange(n) * stride).reshape(-1)
+        index.append(i.reshape(-1))
+    out[torch.meshgrid(*index, indexing="ij")] = local
+
+
+def dtensor_placements(p: Placement, mesh: Mesh) -> tuple[DPlacement, ...]:
+    """One DTensor placement per user axis; `p` must be plain (see storage.py)."""
+    out: list[DPlacement] = []
+    for parent in mesh.parents:
+        dim = plain_dim(p, parent, mesh)
+        out.append(Replicate() if dim is None else Shard(dim))
+    return tuple(out)

@@ -1,0 +1,114 @@
+"""What is decided about a captured step, as values: what passes apply, and what files, texts and comparisons of plans are made of.
+
+A plan names, for every op, the strategy (axis -> factor), for every parameter where it is stored and where it is computed with,
+and where inputs and outputs live. Passes apply it and decide nothing. Torch-free, frozen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+from autopar.graph.mesh import Mesh
+from autopar.graph.placement import Placement
+
+OFFLOAD = "offload:"
+
+
+@dataclass(frozen=True)
+class OpChoice:
+    """strategy: axis -> (letter, stride); partial: axis -> inputs whose Partial(sum) passes through; kind: the rule's kind."""
+
+    strategy: dict[str, tuple[str, int]] = field(default_factory=dict)
+    partial: dict[str, frozenset[int]] = field(default_factory=dict)
+    kind: str = "cheap"
+    fallback: bool = False
+
+
+@dataclass(frozen=True)
+class ParamChoice:
+    """storage: placement of parameter, gradient and optimizer state, over `padded` (the shape rounded up so that it divides);
+    compute: where ops use it; gradients: reduced to `storage` every micro-batch."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    padded: tuple[int, ...]
+    storage: Placement
+    compute: Placement
+    trainable: bool = True
+
+
+@dataclass(frozen=True)
+class CollectiveUse:
+    """A collective the shard pass inserted: kind, axes, local bytes moved a rank, the tensor it serves, direction; how many there are of it
+    (one for each of a class of tensors, where the plan is made for equal layers at once)."""
+
+    kind: str
+    axes: tuple[str, ...]
+    wire_bytes: float
+    tensor: str
+    direction: str
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """A decided step on a mesh (user axes name -> size): what a plan holds. `autopar.plan.plan.Plan` is what people have of it."""
+
+    mesh_axes: dict[str, int]
+    layout: str
+    params: dict[str, ParamChoice]
+    ops: dict[str, OpChoice]
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    data_axes: tuple[str, ...]
+    targets: dict[str, str] = field(default_factory=dict)  # op name -> target, for the report
+    collectives: tuple[CollectiveUse, ...] = ()
+    repeated: dict[str, float] = field(default_factory=dict)  # heavy op -> how many ranks repeat the same work
+    reshard_after_forward: bool = True
+    # Empty in a hand layout: backward then reads whatever version is cheapest, and all of them are kept.
+    kept: dict[str, Placement] = field(default_factory=dict)  # what backward reads of forward -> the version of it that is kept
+    recompute: frozenset[str] = frozenset()  # ops that run again in backward
+    unmet: tuple[str, ...] = ()  # what is kept though the user wants it made again (`autopar.planner.tags`), for people
+    # Which program it is for (`autopar.planner.refit`): of its canonical graph, and operators that stand for all others, in order.
+    fingerprint: str = ""
+    order: tuple[str, ...] = ()
+    segments: dict[str, tuple[int, ...]] = field(default_factory=dict)  # repeated stack -> layers that share fates, first to last, if cut
+    together: int = 1  # neighbouring layers that have fates of their own, the same in every so many (`solver.fold.grouped`)
+    modules: dict[str, str] = field(default_factory=dict)  # op of forward -> path of the module it came from, for the report
+    # What planning says of it; a hand layout says nothing.
+    cluster: str = ""
+    activations: dict[str, str] = field(
+        default_factory=dict
+    )  # what backward needs of forward -> "save" | "recompute" | "offload:host" | ...
+    predicted: dict[str, float] = field(default_factory=dict)  # step_time_s, forward_s, backward_s, optimizer_s, peak_memory_bytes, ...
+    solver: dict[str, str | float | int] = field(default_factory=dict)  # objective_s, bound_s, gap, stopped_by, seconds, ...
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh.of(self.mesh_axes)
+
+    @property
+    def offload(self) -> dict[str, str]:
+        """What is kept away from the device: tensor -> "host" | "nvme"."""
+        return {t: fate.removeprefix(OFFLOAD) for t, fate in self.activations.items() if fate.startswith(OFFLOAD)}
+
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        """Ops without a rule, replicated: target -> count."""
+        return dict(Counter(self.targets[o] for o, c in self.ops.items() if c.fallback))
+
+    def fallbacks_of(self, *kinds: str) -> dict[str, int]:
+        """Replicated-for-want-of-a-rule or repeated ops among heavy kinds: target -> count."""
+        return dict(Counter(self.targets[o] for o, c in self.ops.items() if c.kind in kinds and (c.fallback or o in self.repeated)))
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """Name -> storage and compute placement, for people."""
+        return {n: f"{p.storage} -> {p.compute}" for n, p in self.params.items()}
+
+    @property
+    def data_size(self) -> int:
+        """Over how many ranks the batch is split."""
+        return math.prod(self.mesh.axis_size(a) for a in self.data_axes)

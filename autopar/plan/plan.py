@@ -1,0 +1,97 @@
+"""The plan, as people have it: it says itself, is compared, goes to a file and comes from one, and answers why. Torch-free, frozen.
+
+What reads and writes files is imported where it is asked for: most programs look at no plan.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.errors import AutoparError
+from autopar.plan.decisions import Decisions
+from autopar.plan.text import text
+
+_ASKED = ("_why", "_trace")  # what `explain` and `frontier` ask
+
+
+@dataclass(frozen=True)
+class Plan(Decisions):
+    """A decided step on a mesh."""
+
+    def explain(self, op: str, placement: str) -> Any:
+        """Why this plan does not have `op` at `placement`, or what that would cost (`autopar.explain`, which see): the step is solved again.
+
+        Raises AutoparError for a plan that comes from a file: it does not know the program.
+        """
+        why: Any = self.__dict__.get("_why")
+        if why is None:
+            raise AutoparError(
+                "this plan was read from a file, copied or made by hand: what else there was to choose is not in it",
+                fix="ask autopar.explain(model, inputs, cluster, mesh, op=..., placement=...), which plans again",
+            )
+        return why(op, placement)
+
+    def frontier(self, points: int = 20) -> Any:
+        """Plans of the same step from the fastest, whatever memory it needs, to the one of least memory (`autopar.planner.frontier.Frontier`).
+
+        points: at most so many. Raises AutoparError for a plan that comes from a file: it does not know the program.
+        """
+        trace: Any = self.__dict__.get("_trace")
+        if trace is None:
+            raise AutoparError(
+                "this plan was read from a file, copied or made by hand: it does not know the program, so there is nothing to plan again",
+                fix="make the plan with autopar.plan(model, inputs, cluster, mesh) and ask that one, or use `autopar frontier`",
+            )
+        return trace(points)
+
+    def explained_by(self, why: Callable[[str, str], Any], trace: Callable[[int], Any] | None = None) -> Plan:
+        """This plan, with what `explain` and `frontier` ask. It is no part of the plan: files do not have it, nor copies."""
+        object.__setattr__(self, "_why", why)
+        object.__setattr__(self, "_trace", trace)
+        return self
+
+    def answering_as(self, other: Plan) -> Plan:
+        """This plan, which answers what `other` does: one of the same program."""
+        for key in _ASKED:
+            if key in other.__dict__:
+                object.__setattr__(self, key, other.__dict__[key])
+        return self
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON, whole or not at all. Raises PlanError where the path cannot be written."""
+        from autopar.plan import schema
+
+        schema.save(self, path)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """The plan in a file that `save` or `autopar plan -o` wrote. Raises PlanError for anything else."""
+        from autopar.plan import schema
+
+        return schema.load(path, Plan)
+
+    @staticmethod
+    def loads(text: str | bytes, where: str = "") -> Plan:
+        """The plan that the text of such a file describes. where: what to call the text's source. Raises PlanError for anything else."""
+        from autopar.plan import schema
+
+        return schema.loads(text, Plan, where)
+
+    def diff(self, other: Plan) -> str:
+        """Line by line what `other` decides otherwise; "" when they are equal."""
+        from autopar.plan.diff import diff
+
+        return diff(self, other)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in _ASKED}
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self) -> str:
+        """A block for every kind of layer, then collectives, fallbacks and predictions."""
+        return text(self)

@@ -1,0 +1,238 @@
+"""A plan for people: a block for every kind of layer (which has the same choices in all of them), then what is communicated and predicted.
+
+A layer is what a number in a module's path stands for. A block's rows are parameters (where they are stored, where they are computed with), heavy
+operators (what every mesh axis splits of them), and what of a layer is kept for backward or made again there.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import textwrap
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from autopar.graph.placement import Placement
+
+if TYPE_CHECKING:
+    from autopar.plan.decisions import Decisions, OpChoice, ParamChoice
+
+LAYER: re.Pattern[str] = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")  # the outermost number of a path
+OUTSIDE = "outside of layers"
+HEAVY = ("matmul", "attention", "conv", "embedding", "moe")
+WIDTH = 150
+CLONE = "~"  # between an operator and the segment that a copy of it stands for (`solver.shrink`)
+# What the letters of a rule are called; any other operator's are told as they are.
+LETTERS = {
+    "aten.mm": {"m": "tokens", "k": "in", "n": "out"},
+    "aten.bmm": {"b": "batch", "m": "rows", "k": "in", "n": "columns"},
+    "aten.embedding": {"d0": "batch", "d1": "sequence", "v": "vocabulary", "d": "features"},
+    "autopar.attention_v1": {"b": "batch", "g": "heads", "r": "query heads", "q": "queries"},
+}
+SAID = {
+    "save": "kept for backward",
+    "recompute": "made again in backward",
+    "offload:host": "kept in host memory",
+    "offload:nvme": "kept on disk",
+}
+
+
+def text(plan: Decisions) -> str:
+    mesh = " x ".join(f"{n}={s}" for n, s in plan.mesh_axes.items())
+    lines = [f"plan: layout {plan.layout} on mesh {mesh}, batch split {plan.data_size} ways"]
+    lines += _blocks(plan)
+    lines += _collectives(plan)
+    lines.append(f"fallbacks (ops without a rule, replicated): {plan.fallbacks or 'none'}")
+    if plan.unmet:
+        lines.append(f"kept, though tagged to be made again: {'; '.join(plan.unmet)}")
+    if plan.repeated:
+        lines.append(f"heavy ops whose work some ranks repeat: {dict(Counter(plan.targets[o] for o in plan.repeated))}")
+    figures = {k: v for k, v in plan.predicted.items() if k != "blocking_collectives"}
+    if figures:
+        order = sorted(figures, key=lambda k: (k != "step_time_s", k))
+        lines.append(f"predicted on {plan.cluster}: " + ", ".join(_said(k, figures[k]) for k in order))
+    if "gap" in plan.solver:
+        lines.append(f"solver: within {float(plan.solver['gap']):.2%} of the bound, stopped by {plan.solver.get('stopped_by', 'gap')}")
+    if "capture" in plan.solver:
+        lines.append(f"capture: {plan.solver['capture']}")
+    return "\n".join(lines)
+
+
+# ---- layers ------------------------------------------------------------------------------------------------------
+
+
+def _split(path: str) -> tuple[str, int, str] | None:
+    """ "model.layers.3.mlp.up" -> ("model.layers.", 3, "mlp.up"); None for what lies in no layer."""
+    match = LAYER.search(path)
+    return (path[: match.start()], int(match[0][:18]), path[match.end() + 1 :]) if match else None
+
+
+def _blocks(plan: Decisions) -> Iterator[str]:
+    layers: dict[str, dict[int, dict[str, ParamChoice]]] = defaultdict(lambda: defaultdict(dict))
+    outside: dict[str, ParamChoice] = {}
+    for name, c in plan.params.items():
+        if at := _split(name):
+            layers[at[0]][at[1]][at[2]] = c
+        else:
+            outside[name] = c
+    blocks: list[tuple[str, str, dict[str, ParamChoice]]] = []  # title, the path it is of, rows
+    for before, by_number in layers.items():
+        kinds: dict[frozenset[tuple[str, str, str]], list[int]] = defaultdict(list)
+        for number, params in by_number.items():
+            kinds[frozenset((n, stored(c), placed(c.compute)) for n, c in params.items())].append(number)
+        if len(kinds) == len(by_number) > 1:  # no two are alike: a sequence of different modules
+            outside |= {f"{before}{number}.{n}".rstrip("."): c for number, params in by_number.items() for n, c in params.items()}
+            continue
+        for numbers in kinds.values():
+            many = f"{len(numbers)} layers" if len(numbers) > 1 else "1 layer"
+            which = "*" if len(kinds) == 1 else _ranges(numbers)
+            blocks.append((f"{before}{which}  ({many})", before, by_number[numbers[0]]))
+    ops, fates = _ops(plan, {before for _, before, _ in blocks}), _fates(plan, {before for _, before, _ in blocks})
+    blocks.insert(0, (OUTSIDE, "", outside))
+    rows = [[_row(kind, rows) for kind, rows in _kinds(params, title != OUTSIDE).items()] for title, _, params in blocks]
+    widths = [max((len(r[i]) for block in rows for r in block), default=0) for i in range(3)]
+    seen: set[str] = set()
+    for (title, before, _), block in zip(blocks, rows, strict=True):
+        more = [*ops[before], *fates[before]] if before not in seen else []
+        seen.add(before)
+        if block or more:
+            yield title
+            yield from (f"  {n:<{widths[0]}}  {numel:>{widths[1]}}  {at:<{widths[2]}}  {compute}" for n, numel, at, compute in block)
+            yield from (f"  {line}" for line in more)
+
+
+def _kinds(params: Mapping[str, ParamChoice], star: bool) -> dict[tuple[str, str, str], list[int]]:
+    """(name, with numbers starred, stored, computed with) -> elements of each."""
+    rows: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for name, c in params.items():
+        rows[LAYER.sub("*", name) if star else name, stored(c), placed(c.compute)].append(math.prod(c.shape))
+    return rows
+
+
+def _row(kind: tuple[str, str, str], sizes: list[int]) -> tuple[str, str, str, str]:
+    name, at, compute = kind
+    return f"{name} ({len(sizes)} x)" if len(sizes) > 1 else name, f"{sum(sizes):,}", f"stored {at}", f"computed with {compute}"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] -> "0-2,5"."""
+    out: list[list[int]] = []
+    for n in sorted(numbers):
+        if out and n == out[-1][1] + 1:
+            out[-1][1] = n
+        else:
+            out.append([n, n])
+    return ",".join(f"{a}-{b}" if b > a else str(a) for a, b in out)
+
+
+def _home(path: str, known: set[str]) -> tuple[str, int, str]:
+    """Block, layer and the rest of a module's path."""
+    at = _split(path)
+    return at if at is not None and at[0] in known else ("", 0, path)
+
+
+def _ops(plan: Decisions, known: set[str]) -> dict[str, list[str]]:
+    """Heavy operators of forward, by block: those of all layers that are alike once."""
+    rows: dict[str, dict[tuple[str, str, str], None]] = defaultdict(dict)
+    for op, module in plan.modules.items():
+        c = plan.ops.get(op)
+        if c is not None and c.kind in HEAVY:
+            before, _, rest = _home(module, known)
+            target = plan.targets.get(op, op).rsplit(".", 1)[0]
+            rows[before][LAYER.sub("*", rest), target.split(".")[-1], strategy(plan, target, c)] = None
+    width = [max((len(r[i]) for block in rows.values() for r in block), default=0) for i in (0, 1)]
+    return defaultdict(list, {b: [f"{n:<{width[0]}}  {t:<{width[1]}}  {s}" for n, t, s in block] for b, block in rows.items()})
+
+
+def strategy(plan: Decisions, target: str, c: OpChoice) -> str:
+    """What every mesh axis of the user's splits: "dp:tokens tp:out"."""
+    named = LETTERS.get(target, {})
+    parts = []
+    for parent, size in plan.mesh_axes.items():
+        if size == 1:
+            continue
+        axes = [a for a in plan.mesh.children(parent) if plan.mesh.axis_size(a) > 1]
+        letters = [
+            named.get(c.strategy[a][0], c.strategy[a][0]) if a in c.strategy else "sum" if a in c.partial else "repeated" for a in axes
+        ]
+        if len(set(letters)) == 1:
+            parts.append(f"{parent}:{letters[0]}")
+        else:
+            parts += [f"{a}:{x}" for a, x in zip(axes, letters, strict=True)]
+    return ", ".join(parts)
+
+
+def _fates(plan: Decisions, known: set[str]) -> dict[str, list[str]]:
+    """What a layer in the middle keeps for backward, and what is made again, by module; of every segment of layers with fates of their own."""
+    Modules = dict[str, Counter[str]]  # by fate
+    found: dict[str, dict[int, dict[int, Modules]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(lambda: defaultdict(Counter))))
+    position = {op: i for i, op in enumerate(plan.ops)}
+    made = [(tensor.split(".")[0], tensor, fate) for tensor, fate in plan.activations.items()]
+    for op, _, fate in sorted(made, key=lambda m: (position.get(m[0], -1), m[1])):
+        base, _, of = op.partition(CLONE)
+        view = op in plan.ops and plan.ops[op].kind == "view"
+        if base in plan.modules and not (view and fate == "recompute"):  # a view is made again for nothing
+            before, number, rest = _home(plan.modules[base], known)
+            found[before][number][int(of) if of.isdigit() else -1][fate][LAYER.sub("*", rest) or plan.targets.get(op, op)] += 1
+    out: dict[str, list[str]] = defaultdict(list)
+    for before, layers in found.items():
+        counts = plan.segments.get(before.rstrip("."), ())
+        numbers, n = sorted(layers), plan.together
+        for k, number in enumerate(numbers[-2 * n :][:n]):
+            of_group = f"layer {k + 1} of {n}: " if n > 1 and len(numbers) > 1 else ""
+            for segment, fates in sorted(layers[number].items(), key=lambda x: (x[0] < 0, x[0])):
+                whose = f"{n * counts[segment]} of {n * sum(counts)} layers: " if len(counts) > 1 and segment < len(counts) else ""
+                for fate, modules in sorted(fates.items(), reverse=True):
+                    said = ", ".join(f"{m} ({x} x)" if x > 1 else m for m, x in modules.items())
+                    what = SAID.get(fate, fate)
+                    out[before] += textwrap.wrap(
+                        f"{whose}{of_group}{what}: {said}", WIDTH, subsequent_indent="    ", break_long_words=False
+                    )
+    return out
+
+
+# ---- the step ----------------------------------------------------------------------------------------------------
+
+
+def _collectives(plan: Decisions) -> Iterator[str]:
+    uses: dict[tuple[str, str, str], tuple[int, float]] = {}
+    for c in plan.collectives:
+        key = (c.direction, c.kind, " x ".join(merged(c.axes)))
+        count, total = uses.get(key, (0, 0.0))
+        uses[key] = (count + c.count, total + c.count * c.wire_bytes)
+    blocking = plan.predicted.get("blocking_collectives")
+    note = f", {blocking:.0f} of them block" if blocking is not None else ""
+    yield f"collectives: {sum(c.count for c in plan.collectives if c.kind != 'slice')}{note}"
+    for (direction, kind, names), (count, total) in sorted(uses.items()):
+        yield f"  {direction:<8} {kind:<15} over {names:<12} {count:>5} x, {total / 1e6:,.2f} MB sent a rank"
+
+
+def _said(key: str, value: float) -> str:
+    """step_time_s -> "step time 12.3 ms"."""
+    for suffix, scale, unit in (("_s", 1e3, "ms"), ("_bytes", 1e-9, "GB")):
+        if key.endswith(suffix):
+            return f"{key.removesuffix(suffix).replace('_', ' ')} {value * scale:,.3f} {unit}"
+    return f"{key.replace('_', ' ')} {value:,.3f}"
+
+
+# ---- placements --------------------------------------------------------------------------------------------------
+
+
+def stored(c: ParamChoice) -> str:
+    return placed(c.storage) + (" padded" if c.padded != c.shape else "")
+
+
+def placed(p: Placement) -> str:
+    """By the user's axes: "Shard(0) dp, Shard(1) tp"."""
+    if p.is_replicate:
+        return "Replicate"
+    by_dim: dict[int, list[str]] = {}
+    for s in sorted(p.splits, key=lambda s: (s.dim, -s.stride)):
+        by_dim.setdefault(s.dim, []).append(s.axis)
+    return ", ".join(f"Shard({d}) {'.'.join(merged(axes))}" for d, axes in sorted(by_dim.items()))
+
+
+def merged(axes: Iterable[str]) -> list[str]:
+    """dp.0, dp.1 -> dp for people."""
+    return list(dict.fromkeys(a.rsplit(".", 1)[0] if a.rsplit(".", 1)[-1].isdigit() else a for a in axes))

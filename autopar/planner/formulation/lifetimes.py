@@ -1,0 +1,144 @@
+"""When tensors live: where they are made, who reads them, and until where they are needed, at what size. Positions are those of the graph's operators.
+
+What a position's own direction reads, through views; what backward reads; and what it reads if some of forward runs again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cached_property
+
+from autopar.graph.graph import Op
+from autopar.planner.formulation.formulated import Formulated
+from autopar.planner.formulation.materialized import written
+from autopar.planner.formulation.overlap_windows import Stretches
+from autopar.solver.problem import Problem
+
+# Bytes per element that drawing random numbers from counters takes on the way, run call by call: 64-bit words (measured: tests/spmd/test_memory.py).
+RANDOM_BYTES = 27.0
+
+
+class Lifetimes:
+    """ideal: `problem` is the relaxed one of `autopar.planner.formulation.lower_bound`, where everything is split over all devices."""
+
+    def __init__(self, f: Formulated, problem: Problem, ideal: bool = False) -> None:
+        self.f, self.program, self.problem, self.mesh, self.ideal = f, f.program, problem, f.mesh, ideal
+        ops = self.program.graph.ops
+        self.turn = next((i for i, op in enumerate(ops) if op.direction == "backward"), len(ops))
+        self.position = {op.name: i for i, op in enumerate(ops)}
+        self.end = len(ops)
+        self.stretches = Stretches(self.program.graph, self.program.q.stacks)
+        self.written, self.written_ahead, self.written_again = written(self.program, f.cost)
+        self.remade: dict[int, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)  # value -> reruns that make it, at which nodes
+        for i, rerun in enumerate(problem.reruns):
+            for v, nodes in rerun.makes:
+                self.remade[v].append((i, nodes))
+        self.known_sizes: dict[int, dict[int, float]] = {}
+
+    def writes(self, op: Op) -> bool:
+        """Whether anything is in memory once `op` has run that was not before: what is read elsewhere, or may be kept."""
+        return any(t is not None and (t.name in self.written or t.name in self.may_be_kept) for t in op.outputs)
+
+    @cached_property
+    def may_be_kept(self) -> set[str]:
+        members = self.program.q.members
+        return {t for value in self.problem.values if value.fates for t in members[value.name]}
+
+    def sizes(self, v: int) -> dict[int, float]:
+        """Bytes of one tensor of value `v`, per node."""
+        if v not in self.known_sizes:
+            wire = self.f.wires[self.problem.values[v].name]
+            whole = {n: p.share(self.mesh) for n, p in enumerate(wire.nodes)}
+            shares = {0: 1 / self.mesh.size} if self.ideal else whole
+            self.known_sizes[v] = {n: wire.nbytes * share for n, share in shares.items()}
+        return self.known_sizes[v]
+
+    @cached_property
+    def earliest(self) -> dict[str, int]:
+        """Operator of forward -> the position at which backward first needs something that follows from it in its layer and may be made again (what
+        a layer hands on is not)."""
+        f, found = self.f, dict[str, int]()
+        for op in reversed(self.program.graph.ops):
+            if op.direction == "forward":
+                mine = [t.name for t in op.outputs if t is not None and not f.recomputable.leaves_its_copy(op, t)]
+                at = [p for t in mine for p in self.users(t, "backward")]
+                later = [r for t in mine for r in self.program.readers.get(t, ()) if r.direction == "forward"]
+                at += [found[r.name] for r in later if r.name in found and f.recomputable.is_within(op, r)]
+                if at:
+                    found[op.name] = min(at)
+        return found
+
+    def workspace_of(self, op: Op) -> float:
+        """What `op`, of whose cluster one strategy is left, makes on the way where it is run by itself."""
+        f = self.f
+        if f.cost.fused is not None or self.ideal or self.program.rules[op.name].kind != "random" or op.outputs[0] is None:
+            return 0.0
+        (made,) = f.clusters.made[self.program.q.rep[op.name]]
+        return RANDOM_BYTES * op.outputs[0].numel * (made[0].share(self.mesh) if made[0] is not None else 1.0)
+
+    def made(self, tensor: str) -> int:
+        return self.position.get(tensor if tensor in self.position else tensor.split(".")[0], -1)
+
+    def grad_made(self, grad: str) -> int:
+        """As `made`; a gradient that backward is given, and does not make, is there from its first position on."""
+        return max(self.made(grad), self.turn)
+
+    def first_need(self, tensor: str) -> int:
+        """The first position of backward at which it, or what may run again, reads `tensor`."""
+        again = [self.earliest[r] for r in self.readers_through_views(tensor) if r in self.earliest]
+        return min([*self.users(tensor, "backward"), *again], default=self.turn)
+
+    def last_need(self, tensor: str) -> int:
+        users = self.users(tensor, "backward")
+        return max(users) if users else self.read_again(tensor)
+
+    def stack_of(self, position: int) -> int | None:
+        """The repeated stack that an operator is of."""
+        return self.stacks.get(self.program.graph.ops[position].name)
+
+    @cached_property
+    def stacks(self) -> dict[str, int]:
+        return {n: i for i, s in enumerate(self.program.q.stacks) for copies in (s.forward, s.backward) for names in copies for n in names}
+
+    def readers_through_views(self, name: str) -> list[str]:
+        out: list[str] = []
+        for op in self.program.readers.get(name, ()):
+            if op.direction == "forward":
+                if self.program.rules[op.name].kind == "view":
+                    out += [r for t in op.outputs if t is not None for r in self.readers_through_views(t.name)]
+                else:
+                    out.append(op.name)
+        return out
+
+    def read_again(self, name: str) -> int:
+        """Where backward reads no tensor `name` itself: the last position at which what runs again may read it, at least the turn."""
+        readers = (r.name for r in self.program.readers.get(name, ()) if r.name in self.runs_again)
+        return max((self.runs_again[r] for r in readers), default=self.turn)
+
+    @cached_property
+    def runs_again(self) -> dict[str, int]:
+        """Operator of forward -> the last position at which it may run again: before backward reads its result, or with its readers."""
+        found: dict[str, int] = {}
+        for op in reversed(self.program.graph.ops):
+            if op.direction == "forward":
+                made = [t.name for t in op.outputs if t is not None]
+                direct = [at for t in made for at in self.users(t, "backward")]
+                later = [found[r.name] for t in made for r in self.program.readers.get(t, ()) if r.name in found]
+                if direct or later:
+                    found[op.name] = min(direct) if direct else max(later)
+        return found
+
+    def users(self, name: str, direction: str) -> list[int]:
+        """Positions of the ops of `direction` that read `name`, through views."""
+        out = []
+        todo, seen = [name], {name}
+        while todo:
+            for op in self.program.readers.get(todo.pop(), ()):
+                if op.direction == direction:
+                    out.append(self.position[op.name])
+                through = self.program.rules[op.name].kind == "view" or (name in self.program.param_of and self.f.is_chained(op))
+                for t in op.outputs if through else ():
+                    if t is not None and t.name not in seen:
+                        seen.add(t.name)
+                        todo.append(t.name)
+        return out

@@ -1,0 +1,76 @@
+"""A bound for every plan on a mesh, whatever its axes: all work and all bytes divided evenly over all devices, and links free.
+
+What remains is what to keep and what to make again under the memory of a device, with fates as shares of layers. Any plan computes at least
+what each of its clusters computes under its fastest strategy, holds at least a device's share of every tensor, and waits for no less than
+nothing; so the optimum of this program, a linear one, is no more than any plan's time. Its memory rows are loose ones (`formulate.loose`), since layers may
+have fates of their own: a first layer that alone runs again reads what comes from outside, where a mean over layers needs some of what they hand on.
+
+It is used where the program of the mesh itself is too large to be solved (three axes and more).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+from autopar.planner.formulation.accounts import account
+from autopar.planner.formulation.formulated import Formulated
+from autopar.planner.formulation.memory_rows import rows
+from autopar.planner.formulation.problem import Formulator
+from autopar.planner.formulation.setting import optimizer_s
+from autopar.solver.problem import Choice, End, Fate, Flow, Problem, Rerun, Value
+
+
+def ideal(f: Formulated, problem: Problem, whole: Formulator) -> Problem:
+    """The relaxed program. f, problem: a formulation of the step on a mesh with the same devices (its axes may be merged);
+    whole: a formulator for the mesh itself, of which only the clusters are used."""
+    least = _least(whole)
+    c0 = f.fixed
+    choices = [Choice(c.name, ("ideal",), ({},)) for c in problem.choices]
+    times: dict[int, float] = defaultdict(float)
+    backward = account(1, "compute")
+    by_name = {op.name: op for op in whole.program.q.classes.ops}
+    for a, t in least.items():
+        times[a] += t
+    for t in f.program.q.classes.params.values():
+        if t.name in f.program.trained:
+            share = f.program.q.count(t.name) * optimizer_s(f.cost, f.setting, t.numel / f.mesh.size)
+            times[account(2, "compute")] += share
+    choices[c0] = replace(choices[c0], times=(dict(times),))
+    values = [
+        Value(
+            v.name,
+            ("",),
+            _flow(v.forward),
+            None if v.backward is None else _flow(v.backward),
+            tuple({f.medium: Fate(0, f.medium) for f in v.fates}.values()),
+        )
+        for v in problem.values
+    ]
+    reruns = []
+    for (name, segment), r in zip(f.names.reruns, problem.reruns, strict=True):
+        again = min(t.get(backward, 0.0) for t in whole.times.again(by_name[name], segment)[1])
+        reruns.append(Rerun(r.name, r.choice, ({backward: again},), _ends(r.reads), _ends(r.makes)))
+    relaxed = Problem(problem.stages, problem.accounts, tuple(choices), tuple(values), tuple(reruns), (), problem.budget_bytes)
+    return rows(f, relaxed, ideal=True).loosened
+
+
+def _least(whole: Formulator) -> dict[int, float]:
+    """Account -> the least that the operators of all clusters take together."""
+    found: dict[int, float] = defaultdict(float)
+    whole.cluster_choices()
+    for _, _, times in whole.choices:
+        for a in {a for t in times for a in t}:
+            found[a] += min(t.get(a, 0.0) for t in times)
+    return found
+
+
+def _flow(f: Flow) -> Flow:
+    def ends(xs: tuple[End, ...]) -> tuple[End, ...]:
+        return tuple(dict.fromkeys(End(e.choice, (0,)) for e in xs))
+
+    return Flow((), ends(f.supplies), ends(f.demands))
+
+
+def _ends(pairs: tuple[tuple[int, tuple[int, ...]], ...]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    return tuple(dict.fromkeys((v, (0,)) for v, _ in pairs))

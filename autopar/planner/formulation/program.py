@@ -1,0 +1,46 @@
+"""The program that is formulated: the graph, which of its operators stand for each other, and who makes and reads what."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import cached_property
+
+from autopar.graph.graph import Op, Tensor
+from autopar.planner.formulation.clusters import Clusters
+from autopar.planner.formulation.symmetry import Quotient
+from autopar.rules.grammar import Rule
+
+
+class Program:
+    """rules: of every operator of `q.graph`; trainable: names of parameters."""
+
+    def __init__(self, q: Quotient, rules: Mapping[str, Rule], trainable: frozenset[str]) -> None:
+        self.q, self.graph, self.rules = q, q.graph, rules
+        self.by_name = {op.name: op for op in self.graph.ops}
+        self.param_of = {t.name: n for n, t in self.graph.params.items()}
+        self.params_of_grad: dict[str, list[str]] = defaultdict(list)
+        for p, grad in self.graph.grads.items():
+            self.params_of_grad[grad].append(p)
+        self.readers: dict[str, list[Op]] = defaultdict(list)
+        for op in self.graph.ops:
+            for t in dict.fromkeys(op.inputs):
+                self.readers[t.name].append(op)
+        self.trained = {q.tensor_rep[t.name] for n, t in self.graph.params.items() if n in trainable}
+        # Operator of a repeated layer -> its stack and copy; class -> its operators.
+        self.copy_of = {n: (s, k) for s, stack in enumerate(q.stacks) for k, names in enumerate(stack.forward) for n in names}
+        self.copies: dict[str, list[Op]] = defaultdict(list)
+        for op in self.graph.ops:
+            self.copies[q.rep[op.name]].append(op)
+
+    @cached_property
+    def constants(self) -> list[Tensor]:
+        """What no operator makes and nobody gives."""
+        g = self.graph
+        made = {t.name for op in g.ops for t in op.outputs if t is not None}
+        given = {t.name for t in (*g.inputs, *g.tangents, *g.params.values(), *g.buffers.values())}
+        return [t for n, t in g.tensors.items() if n not in made and n not in given]
+
+    def is_chained(self, op: Op, clusters: Clusters) -> bool:
+        """Whether what `op` makes follows from one parameter alone."""
+        return op.outputs[0] is not None and self.q.tensor_rep[op.outputs[0].name] in clusters.chain

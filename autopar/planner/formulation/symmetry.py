@@ -1,0 +1,97 @@
+"""What is decided once for all copies of a layer: operators by class, parameters by class, tensors by class and by who reads them.
+
+A class has one strategy. A tensor's class is not enough to say what flows: the last layer's result goes to the head, the others' to the next
+layer, and a gather that only the head wants must not be paid for every layer. So tensors of one class with the same readers are one value.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.graph.graph import Graph, Op, Tensor
+from autopar.solver.shrink import Shrunk
+from autopar.solver.stacks import Stack
+
+
+@dataclass(frozen=True)
+class Quotient:
+    """graph: the shrunk one, which has copies. classes: one operator per class, reading the tensors that stand for a class; where a layer reads
+    the layer before it, an operator reads what is made further on.
+
+    rep, tensor_rep: the class of everything in `graph`. group: tensor -> the value it belongs to (the name of one of its tensors);
+    members: value -> its tensors. together: as of `solver.fold.Folded`. times, tensor_times: how many of the program each in `graph` stands for. segment: operators of a class that
+    share a fate (`solver.shrink`).
+    """
+
+    graph: Graph
+    classes: Graph
+    rep: Mapping[str, str]
+    tensor_rep: Mapping[str, str]
+    group: Mapping[str, str]
+    members: Mapping[str, tuple[str, ...]]
+    times: Mapping[str, int]
+    tensor_times: Mapping[str, int]
+    stacks: tuple[Stack, ...]
+    segment: Mapping[str, int]
+    together: int = 1
+
+    def count(self, value: str) -> int:
+        """How many tensors of the program a value is."""
+        return sum(self.tensor_times[t] for t in self.members[value])
+
+
+def quotient(s: Shrunk) -> Quotient:
+    f = s.fold
+    graph = f.graph
+
+    def classed(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return graph.tensors[f.tensor_rep[x.name]]
+        if isinstance(x, (list, tuple)):
+            return type(x)(classed(y) for y in x)
+        if isinstance(x, dict):
+            return {key: classed(y) for key, y in x.items()}
+        return x
+
+    ops: list[Op] = [replace(op, args=classed(op.args), kwargs=classed(op.kwargs)) for op in graph.ops if f.rep[op.name] == op.name]
+    leaves = {n for n, t in graph.params.items() if f.tensor_rep[t.name] == t.name}
+    classes = replace(
+        graph,
+        params={n: t for n, t in graph.params.items() if n in leaves},
+        ops=tuple(ops),
+        grads={n: f.tensor_rep[g] for n, g in graph.grads.items() if n in leaves},
+        tensors={n: t for n, t in graph.tensors.items() if f.tensor_rep[n] == n},
+    )
+    group, members = _groups(s)
+    return Quotient(graph, classes, f.rep, f.tensor_rep, group, members, s.times, s.tensor_times, f.stacks, s.segment, f.together)
+
+
+def _groups(s: Shrunk) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+    f, graph = s.fold, s.graph
+    read: dict[str, set[tuple[str, int]]] = defaultdict(set)
+    for op in graph.ops:
+        for i, t in enumerate(op.inputs):
+            read[t.name].add((f.rep[op.name], i))
+    for i, name in enumerate(graph.outputs):
+        read[name].add(("output", i))
+    for n, g in graph.grads.items():
+        read[g].add((f"gradient of {f.tensor_rep[graph.params[n].name]}", 0))
+    for n, u in graph.buffer_updates.items():
+        read[u].add((f"update of {n}", 0))
+    params = {t.name for t in graph.params.values()}
+    found: dict[tuple[str, frozenset[tuple[str, int]], int], list[str]] = defaultdict(list)
+    for name in graph.tensors:
+        rep = f.tensor_rep[name]
+        key = (
+            (rep, frozenset[tuple[str, int]](), 0) if rep in params else (rep, frozenset(read[name]), s.segment.get(name.split(".")[0], 0))
+        )
+        found[key].append(name)
+    group, members = {}, {}
+    for (rep, _, _), names in found.items():
+        value = rep if rep in names else names[0]
+        members[value] = tuple(names)
+        group |= dict.fromkeys(names, value)
+    return group, members

@@ -1,0 +1,17 @@
+"""The error of a budget that no plan keeps to."""
+
+from __future__ import annotations
+
+from autopar.errors import AutoparError
+from autopar.text.sizes import format_bytes
+
+
+class InfeasibleError(AutoparError):
+    """No plan fits. constraint: what cannot be met, for people; shortfall_bytes: by how much the best plan misses it; remedy: what would lift it.
+
+    A kind of its own, because a script that plans for many clusters wants to tell "does not fit" from "was called wrongly".
+    """
+
+    def __init__(self, constraint: str, shortfall_bytes: float, remedy: str, *, where: str = "") -> None:
+        self.constraint, self.shortfall_bytes, self.remedy = constraint, shortfall_bytes, remedy
+        super().__init__(f"No plan fits: {constraint}; {format_bytes(shortfall_bytes)} too much", where=where, fix=remedy)

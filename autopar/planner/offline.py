@@ -1,0 +1,289 @@
+"""`autopar.plan`: a plan without the cluster. The model may lie on the meta device; nothing is computed and no process group is needed.
+
+The time to capture does not grow with depth: copies of the module with few layers are captured (`tile.py`, `shallow.py`), and the whole module only where
+they do not show what it is. The plan names the operators that were captured; `refit` gives it the names of a capture of the whole.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture.capture import Call, capture, off_cache
+from autopar.capture.depth_reduced import shallow
+from autopar.capture.describe import describe
+from autopar.capture.forked import both
+from autopar.capture.randomness import refuse_unknown_random
+from autopar.capture.tile import Both, expand_params, layer_periods, least_depth, tiled
+from autopar.cost.optimizers import kind_of
+from autopar.errors import AutoparError, CaptureError, MeshError
+from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
+from autopar.plan.plan import Plan
+from autopar.planner.explain import Explanation, explain_graph
+from autopar.planner.formulation.setting import Setting
+from autopar.planner.frontier import Frontier, frontier_graph
+from autopar.planner.layout import Layout
+from autopar.planner.memory import Memory
+from autopar.planner.offload import Offload
+from autopar.planner.planning import plan_graph, within
+from autopar.planner.precision import Precision
+from autopar.planner.refit import modules_of, served
+from autopar.planner.request import setting
+from autopar.planner.stages import WHOLE_AXES, Found
+from autopar.solver.fold import Folded, fold
+from autopar.solver.solve import Limits
+
+
+@dataclass(frozen=True)
+class Task:
+    """A step that is to be planned."""
+
+    model: nn.Module
+    folded: Folded
+    mesh_axes: dict[str, int]
+    cluster: Cluster
+    setting: Setting
+
+
+def plan(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    cluster: str | Cluster,
+    mesh: str | Mapping[str, int] | None = None,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    precision: Precision | str | torch.dtype | None = None,
+    optimizer: str | type = "adamw",
+    grad_accumulation: int = 1,
+    layout: str | Layout | None = None,
+    memory: float | str | None = None,
+    offload: Offload | str | bool | None = None,
+    options: Mapping[str, float] | None = None,
+    progress: Callable[[str, float], None] | None = None,
+    fork: bool = False,
+) -> Plan:
+    """The best plan of one training step of `model` on `cluster`.
+
+    inputs: keyword arguments of a call, tensors or shapes (a shape is taken for token ids, int64). mesh: "32x8" or axis sizes by name; default the
+    cluster's nodes x devices. optimizer: a name of `autopar.cost.optimizers.KINDS` or a class. grad_accumulation: calls for each of its steps; times are of
+    one call, with its share of the reduction of gradients and of that step. memory: budget of a device in bytes; "fastest", as by default: what it has, less a reserve; "least": the plan of the smallest
+    peak instead of the fastest one. offload: where activations may be kept besides the device: "host",
+    False or an `Offload`; default nowhere. layout: the best plan that is this hand
+    layout. options: "seconds" and "gap" of the solver. progress: called with a stage's name and its seconds. fork: captures two depths of the model at
+    once, one in a forked process: not where other threads run or CUDA is in use.
+
+    Raises InfeasibleError when nothing fits, CaptureError, MeshError, ClusterError, LayoutError.
+    """
+    tell = _Stages(progress)
+    t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, tell, fork)
+    limits = Limits(**(options or {}))  # type: ignore[arg-type]
+    least = Memory.of(memory).least
+    planned = plan_graph(t.folded, t.mesh_axes, t.cluster, t.setting, limits, tell, layout, least)
+    made = _of_the_whole(planned.plan, t.folded, model)
+    tell.rest()
+    setting = within(t.setting, planned.plan) if least else t.setting
+    known = (planned.found,) if len(t.mesh_axes) > WHOLE_AXES else ()  # the frontier does not solve the whole program of so many
+    return made.explained_by(
+        lambda op, placement: explain_graph(t.folded, t.mesh_axes, t.cluster, setting, op, placement, limits, None, layout),
+        lambda points: _frontier(t, points, limits, None, layout, known=known),
+    )
+
+
+def frontier(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    cluster: str | Cluster,
+    mesh: str | Mapping[str, int] | None = None,
+    *,
+    points: int = 20,
+    loss_fn: Callable[..., Any] | None = None,
+    precision: Precision | str | torch.dtype | None = None,
+    optimizer: str | type = "adamw",
+    grad_accumulation: int = 1,
+    layout: str | Layout | None = None,
+    memory: float | str | None = None,
+    offload: Offload | str | bool | None = None,
+    options: Mapping[str, float] | None = None,
+    progress: Callable[[str, float], None] | None = None,
+    fork: bool = False,
+) -> Frontier:
+    """Plans from the fastest to the one of least memory: `plan.frontier()` of what `plan` makes of the same arguments, without making it.
+
+    points: at most so many. memory: no plan that needs more; default any, also more than a device has. options: "seconds" are for all points.
+    """
+    tell = _Stages(progress)
+    wish = Memory.of(memory)
+    if wish.least:
+        raise AutoparError(
+            "a frontier ends at the least memory anyway", fix="leave memory= out, or give the most bytes that a plan may need"
+        )
+    t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, tell, fork)
+    most = math.inf if wish.budget_bytes is None else wish.budget_bytes
+    found = _frontier(t, points, Limits(**(options or {})), tell, layout, most)  # type: ignore[arg-type]
+    tell.rest()
+    return found
+
+
+def explain(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    cluster: str | Cluster,
+    mesh: str | Mapping[str, int] | None = None,
+    *,
+    op: str,
+    placement: str,
+    loss_fn: Callable[..., Any] | None = None,
+    precision: Precision | str | torch.dtype | None = None,
+    optimizer: str | type = "adamw",
+    grad_accumulation: int = 1,
+    layout: str | Layout | None = None,
+    memory: float | str | None = None,
+    offload: Offload | str | bool | None = None,
+    options: Mapping[str, float] | None = None,
+    progress: Callable[[str, float], None] | None = None,
+    fork: bool = False,
+) -> Explanation:
+    """Why the plan that `plan` makes of the same arguments does not have `op` at `placement`, or what that would cost.
+
+    op: a module's path, a parameter's or an operator's name, or how one ends: "mlp.gate_proj". placement: what mesh axes split, as
+    "tp:out" (a loop, as `print(plan)` or the operator's rule names it), "Shard(1) over tp" (a dim of the result or of the parameter) or "Replicate over dp".
+    """
+    tell = _Stages(progress)
+    t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, tell, fork)
+    limits = Limits(**(options or {}))  # type: ignore[arg-type]
+    setting = t.setting
+    if Memory.of(memory).least:
+        setting = within(setting, plan_graph(t.folded, t.mesh_axes, t.cluster, setting, limits, tell, layout, True).plan)
+    found = explain_graph(t.folded, t.mesh_axes, t.cluster, setting, op, placement, limits, tell, layout)
+    tell.rest()
+    return found
+
+
+class _Stages:
+    """Tells stages, and at the end what none of them had a name for: listed stages last as long as the whole."""
+
+    def __init__(self, progress: Callable[[str, float], None] | None) -> None:
+        self.progress = progress or (lambda stage, seconds: None)
+        self.start, self.told = time.perf_counter(), 0.0
+
+    def __call__(self, stage: str, seconds: float) -> None:
+        self.told += seconds
+        self.progress(stage, seconds)
+
+    def rest(self) -> None:
+        self.progress("shrinking, rules, applying", max(0.0, time.perf_counter() - self.start - self.told))
+
+
+def task(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    cluster: str | Cluster,
+    mesh: str | Mapping[str, int] | None,
+    loss_fn: Callable[..., Any] | None,
+    precision: Precision | str | torch.dtype | None,
+    optimizer: str | type,
+    grad_accumulation: int,
+    memory: float | str | None,
+    offload: Offload | str | bool | None,
+    tell: Callable[[str, float], None],
+    fork: bool = False,
+) -> Task:
+    """Checks the arguments of `plan` and captures the model."""
+    where = Cluster.of(cluster)
+    axes = mesh_axes(mesh, where)
+    budget_bytes = Memory.of(memory).budget_bytes
+    kind_of(optimizer)
+    if grad_accumulation < 1:
+        raise AutoparError(f"grad_accumulation must be at least 1, not {grad_accumulation}")
+    p = Precision.of(precision)
+    tensors = {k: v if isinstance(v, torch.Tensor) else torch.empty(tuple(v), dtype=torch.int64, device="meta") for k, v in inputs.items()}
+    params = dict(model.named_parameters(remove_duplicate=False))
+
+    def captured(module: nn.Module) -> Graph:
+        module.train()
+        call = Call.of((), off_cache(module, tensors))
+        found = capture(module, call, tuple((tuple(t.shape), t.dtype) for t in call.tensors), loss_fn=loss_fn, cast=p.param)
+        refuse_unknown_random(found.gm)
+        return describe(found)
+
+    start = time.perf_counter()
+    folded = program(model, captured, both if fork else None)
+    tell("capture", time.perf_counter() - start)
+    made = setting(
+        {n: q.dtype for n, q in params.items()},
+        frozenset(n for n in folded.graph.params if params[n].requires_grad),
+        p.reduce,
+        optimizer,
+        where.device.usable_bytes if budget_bytes is None else budget_bytes,
+        grad_accumulation,
+    )
+    return Task(model, folded, axes, where, Offload.of(offload, where).within(made, where))
+
+
+def program(model: nn.Module, captured: Callable[[nn.Module], Graph], both: Both | None = None) -> Folded:
+    """The fold of `captured(model)`, from shallower copies of the module where they suffice; its note says which."""
+    lists = layer_periods(model)
+    depths = {path: n for path, (n, period) in lists.items() if n > least_depth(n, period)}
+    periods = {path: lists[path][1] for path in depths}
+    if not depths:
+        odd = [path for path, (n, _) in lists.items() if n > least_depth(n, 1)]
+        why = f"captured in full: the layers of {', '.join(odd)} do not repeat often enough" if odd else ""
+        return replace(fold(captured(shallow(model, {}))), note=why)
+    try:
+        return tiled(lambda layers: captured(shallow(model, layers)), depths, periods, both)
+    except CaptureError as e:  # a forward may want all of its layers
+        why = f"captured in full: a copy with fewer layers cannot be captured ({e.what})"
+        return replace(fold(captured(shallow(model, {}))), note=why)
+
+
+def _frontier(
+    t: Task,
+    points: int,
+    limits: Limits,
+    progress: Callable[[str, float], None] | None,
+    layout: str | Layout | None,
+    most_bytes: float = math.inf,
+    known: Sequence[Found] = (),
+) -> Frontier:
+    return frontier_graph(
+        t.folded, t.mesh_axes, t.cluster, t.setting, points, limits, progress, layout, most_bytes, known,
+        lambda made: _of_the_whole(made, t.folded, t.model),
+    )  # fmt: skip
+
+
+def _of_the_whole(made: Plan, folded: Folded, model: nn.Module) -> Plan:
+    """`made` for all parameters of `model`, of which `folded` may have captured few; what collectives serve by names that any capture has."""
+    params = dict(model.named_parameters())
+    stands = expand_params(folded, {n: tuple(p.shape) for n, p in params.items()})
+    return replace(
+        made,
+        params={n: replace(made.params[like], trainable=params[n].requires_grad) for n, like in stands.items()},
+        collectives=served(made, folded),
+        modules=modules_of(folded.graph),
+        solver={**made.solver, **({"capture": folded.note} if folded.note else {})},
+    )
+
+
+def mesh_axes(mesh: str | Mapping[str, int] | None, cluster: Cluster) -> dict[str, int]:
+    """Axis sizes by name; axes without names are dp, tp or axis0, axis1, ..."""
+    if isinstance(mesh, Mapping):
+        axes = dict(mesh)
+    else:
+        sizes = [n for n in (cluster.nodes, cluster.devices_per_node) if n > 1] or [1]
+        if mesh is not None:
+            try:
+                sizes = [int(n) for n in mesh.lower().split("x")]
+            except ValueError:
+                raise MeshError(f"{mesh!r} is not a mesh", fix='write sizes such as "32x8"') from None
+        names = ("dp", "tp") if len(sizes) <= 2 else tuple(f"axis{i}" for i in range(len(sizes)))
+        axes = dict(zip(names, sizes, strict=False))
+    if any(n < 1 for n in axes.values()):
+        raise MeshError(f"a mesh axis has at least one device: {axes}", fix="write positive sizes")
+    return axes

@@ -1,0 +1,225 @@
+"""From a captured graph to a plan: formulate, solve, apply. Needs no process group and no weights."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from autopar.errors import AutoparError
+from autopar.graph.graph import Graph
+from autopar.graph.mesh import Mesh
+from autopar.hardware.cluster import Cluster
+from autopar.plan.plan import Plan
+from autopar.planner import budgets
+from autopar.planner.budgets import GRACE
+from autopar.planner.formulation.apply import apply, blocking
+from autopar.planner.formulation.layouts import by_role, forbidden
+from autopar.planner.formulation.names import Names
+from autopar.planner.formulation.setting import Setting
+from autopar.planner.infeasible import InfeasibleError
+from autopar.planner.layout import Layout
+from autopar.planner.refit import modules_of
+from autopar.planner.stages import WORTH, Found, Stages, better
+from autopar.planner.tags import binding, unmet, untagged
+from autopar.rules.grammar import Rule
+from autopar.solver.fold import Folded, fold, grouped, handed_on_bytes
+from autopar.solver.problem import Problem
+from autopar.solver.solve import Infeasible, Limits, Solution
+
+TOGETHER = 2, 3, 4  # layers that are taken as one where nothing fits otherwise, or nothing good
+POOR = 0.02  # a gap, relative, from which that is tried
+LARGEST = 1500  # kinds of operators in a program of such
+GROUPED_S = 30.0  # for one of them, at most
+
+
+@dataclass(frozen=True)
+class Planned:
+    """found: what the plan was made of."""
+
+    plan: Plan
+    solution: Solution
+    found: Found
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that is planned, on a mesh. hand: the layout that its plans are, if any; stages: what solves it."""
+
+    folded: Folded
+    mesh: Mesh
+    cluster: Cluster
+    setting: Setting
+    hand: Layout | None
+    stages: Stages
+
+    @staticmethod
+    def of(
+        graph: Graph | Folded,
+        mesh_axes: Mapping[str, int],
+        cluster: Cluster,
+        setting: Setting,
+        limits: Limits | None,
+        progress: Callable[[str, float], None] | None,
+        layout: str | Layout | None,
+    ) -> Step:
+        mesh = Mesh.of(dict(mesh_axes))
+        tell = progress or (lambda stage, seconds: None)
+        start = time.perf_counter()
+        folded = fold(graph) if isinstance(graph, Graph) else graph
+        tell("fold", time.perf_counter() - start)
+        hand = None if layout is None else Layout.of(layout, mesh)
+
+        def restrict(problem: Problem, names: Names, rules: Mapping[str, Rule], on: Mesh) -> Problem:
+            return (
+                problem
+                if hand is None
+                else replace(problem, forbidden=problem.forbidden | forbidden(hand, problem, names, rules, on, mesh))
+            )
+
+        stages = Stages(folded, mesh if hand is None else by_role(hand, mesh), cluster, setting, limits, tell, restrict)
+        return Step(folded, mesh, cluster, setting, hand, stages)
+
+    @contextlib.contextmanager
+    def in_time(self) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError as e:
+            raise AutoparError(
+                f"The solver found no plan: {e}",
+                where=f"{len(self.folded.count)} kinds of operators on {' x '.join(map(str, self.mesh.parents.values()))} devices",
+                fix="give it more time (--time-limit), fewer layers (--layers) or a mesh with fewer axes",
+            ) from e
+
+    def grouped(self, short_bytes: float) -> Iterator[Step]:
+        """With a few neighbouring layers as one, so that what these hand to each other may be made again too: less memory, a larger program. Nothing where all that
+        layers hand on is less than what is missing."""
+        s, small = self.stages, len(self.folded.count)
+        for together in TOGETHER if short_bytes < handed_on_bytes(self.folded) else ():
+            folded = grouped(self.folded, together)
+            if folded is not None and small < len(folded.count) <= LARGEST:
+                limits = replace(s.limits, seconds=min(s.limits.seconds, GROUPED_S))
+                yield replace(self, folded=folded, stages=Stages(folded, s.mesh, s.cluster, s.setting, limits, s.tell, s.restrict))
+
+    def untagged(self) -> Step:
+        """Without the tags of the user's."""
+        s = self.stages
+        free = replace(self.folded, graph=untagged(self.folded.graph))
+        return replace(self, folded=free, stages=Stages(free, s.mesh, s.cluster, s.setting, s.limits, s.tell, s.restrict))
+
+
+def plan_graph(
+    graph: Graph | Folded,
+    mesh_axes: Mapping[str, int],
+    cluster: Cluster,
+    setting: Setting,
+    limits: Limits | None = None,
+    progress: Callable[[str, float], None] | None = None,
+    layout: str | Layout | None = None,
+    least: bool = False,
+) -> Planned:
+    """The best plan for `graph` on a mesh of `cluster`'s devices, under `setting.budget_bytes`.
+
+    graph: as captured, or folded already (from shallow captures of a deep program: `autopar.capture.tile`). layout: the best plan that is this hand
+    layout (`autopar.planner.formulation.layouts` says what that leaves to choose). least: not the fastest plan, but that of the smallest peak.
+    limits: where they end before there is an answer, as much time again goes into another way to find one.
+
+    Raises InfeasibleError naming the position of the step that does not fit, by how much, and what would help; LayoutError when the model
+    or the mesh does not allow the layout.
+    """
+    step = Step.of(graph, mesh_axes, cluster, setting, limits, progress, layout)
+
+    def solved(step: Step) -> Found:
+        return budgets.least(step.stages) if least else step.stages.run()
+
+    with step.in_time():
+        try:
+            done = solved(step)
+        except TimeoutError:
+            if least:
+                raise
+            done = budgets.within_budget(step.stages)
+    for larger in step.grouped(done.answer.shortfall_bytes if isinstance(done.answer, Infeasible) else 0.0):
+        if not least and isinstance(done.answer, Solution) and done.answer.gap <= max(POOR, step.stages.limits.gap):
+            break
+        try:
+            other = solved(larger)
+        except TimeoutError:
+            break
+        if not (_smaller if least else better)(other.answer, done.answer):
+            break  # nor would more of them
+        step, done = larger, other
+    found = done.answer
+    if isinstance(found, Infeasible):
+        said = binding(step.folded.graph)
+        # Are the tags what needs the memory?
+        if said and _least_bytes(step.untagged(), solved) >= found.least_bytes:
+            said = ""
+        raise does_not_fit(found, said)
+    return Planned(plan_of(step, done, min(setting.budget_bytes, cluster.device.memory_bytes)), found, done)
+
+
+def _smaller(a: Solution | Infeasible, b: Solution | Infeasible) -> bool:
+    """Whether `a` needs less memory than `b`, by what is worth a larger program."""
+
+    def peak(x: Solution | Infeasible) -> float:
+        return max(x.price.row_bytes, default=0.0) if isinstance(x, Solution) else x.least_bytes
+
+    return peak(a) < peak(b) * (1 - WORTH)
+
+
+def does_not_fit(found: Infeasible, tags: str = "") -> InfeasibleError:
+    """tags: those that need the memory, for people."""
+    return InfeasibleError(
+        constraint=f"memory, {found.position}" + (f", with {tags}" if tags else ""),
+        shortfall_bytes=int(found.shortfall_bytes),
+        remedy=("fewer tags, which need the more memory: " if tags else "")
+        + f"{found.least_bytes / 1e9:.2f} GB a device would do; or more devices, a smaller batch or shorter sequences",
+    )
+
+
+def _least_bytes(step: Step, solved: Callable[[Step], Found]) -> float:
+    """What a device must have; the budget, if that suffices."""
+    try:
+        answer = solved(step).answer
+    except TimeoutError:
+        return math.inf
+    return step.setting.budget_bytes if isinstance(answer, Solution) else answer.least_bytes
+
+
+def within(setting: Setting, plan: Plan) -> Setting:
+    """`setting` with the budget that `plan` needs."""
+    return replace(setting, budget_bytes=plan.predicted["peak_memory_bytes"] * (1 + GRACE))
+
+
+def plan_of(step: Step, done: Found, budget_bytes: float) -> Plan:
+    """What was found, as a plan."""
+    found, folded = done.answer, step.folded
+    assert isinstance(found, Solution)
+    plan = apply(folded, done.shrunk, done.rules, step.mesh, step.setting, done.problem, done.names, found.decision)
+    stages = dict(zip((f"{s}_s" for s in done.problem.stages), found.price.stage_s, strict=True))
+    return replace(
+        plan,
+        layout=plan.layout if step.hand is None else step.hand.name,
+        cluster=step.cluster.name,
+        modules=modules_of(folded.graph),
+        unmet=unmet(folded.graph, plan.kept),
+        predicted={
+            "step_time_s": found.objective_s,
+            **stages,
+            "peak_memory_bytes": max(found.price.row_bytes),
+            "blocking_collectives": blocking(done.problem, done.names, found.decision),
+            "budget_bytes": budget_bytes,
+        },
+        solver={
+            "objective_s": found.objective_s,
+            "bound_s": found.bound_s,
+            "gap": found.gap,
+            "stopped_by": found.stopped_by,
+            "seconds": found.seconds,
+            "variables": found.variables,
+            "rows": found.rows,
+        },
+    )

@@ -1,0 +1,472 @@
+"""Solves a step on a mesh, in as few programs as give an answer and a bound.
+
+One and two axes. First the program with the loose memory rows (`formulate.memory`), which hold whatever fate each layer has: this bounds all plans; where
+its answer fits the other rows too, it is the answer. Else, at its strategies, the layers are cut into segments with fates of their own; and if
+the gap is still too large, strategies are chosen under all rows.
+
+Three axes and more. An operator has tens of strategies there and a tensor as many placements, and redistributions between all of them: hundreds
+of thousands of variables. But few good plans use every axis for something else. So axes are merged: first all into one, then into two;
+each is the same problem with fewer strategies, at the same prices, and its answer is an answer of the whole. How good it is is said
+against a bound of the whole (`formulate.ideal`). Where that leaves a gap, the whole program is solved without what cannot be in an answer better than
+the best so far (`solver.prune`): a few percent of it. All ends as soon as the gap is reached. So are two axes whose program has no answer in time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.cost import Cost
+from autopar.graph.mesh import Mesh
+from autopar.hardware.cluster import Cluster
+from autopar.planner.formulation.lower_bound import ideal
+from autopar.planner.formulation.names import Names
+from autopar.planner.formulation.problem import Formulator
+from autopar.planner.formulation.setting import Setting
+from autopar.planner.formulation.symmetry import Quotient, quotient
+from autopar.planner.segments import Segments, at_share, last_alone, shares, three, two
+from autopar.rules import lookup
+from autopar.rules.grammar import Rule
+from autopar.solver.fold import Folded
+from autopar.solver.frontier import EXACT, Relaxation, Relaxed
+from autopar.solver.problem import Decision, Problem
+from autopar.solver.prune import prune
+from autopar.solver.shrink import Shrunk, shrink
+from autopar.solver.solve import Infeasible, Limits, NoAnswer, Solution, explain, least, look, smallest, solve
+
+WHOLE_AXES = 2  # up to so many axes the whole program is solved
+WORTH = 1e-3  # a gap, relative, that cutting the layers into segments is tried for
+PATIENCE = 4  # cuts in a row that bring nothing: no more are tried where the gap is what was asked for
+FIRST = (0.0, 0.5, 0.25, 0.75)  # shares of the layers at which a cut is first looked for
+NEAR = 0.08  # a gap, relative, from which the whole program is tried without what cannot be better
+FAR = 0.3  # a gap, relative, with which too little could be left out
+# Of the gap that may stay, so much for the solver of the program that gives the bound: at first, and if that is too much.
+SHARES = (0.25, 0.02)
+TOO_MANY = 150_000  # arcs: more do not fit the time nor the memory that planning may take
+SHRINK = 0.8  # of the smallest peak known: the budget at which strategies with a smaller one are looked for
+NARROW = 0.1  # of a budget that suffices for nothing: they are not looked for nearer to it
+Tell = Callable[[str, float], None]
+Restrict = Callable[[Problem, Names, Mapping[str, Rule], Mesh], Problem]
+
+
+@dataclass(frozen=True)
+class Found:
+    """problem, names: of the program that was answered last; shrunk, rules: of its graph; mesh: whose axes may be merged."""
+
+    mesh: Mesh
+    problem: Problem
+    names: Names
+    shrunk: Shrunk
+    rules: Mapping[str, Rule]
+    answer: Solution | Infeasible
+
+
+class _Far(Exception):
+    """No answer of a program is as good as asked for."""
+
+
+@dataclass(frozen=True)
+class _View:
+    shrunk: Shrunk
+    q: Quotient
+    rules: Mapping[str, Rule]
+    cost: Cost
+
+
+class Stages:
+    """One folded step on one mesh. restrict: takes strategies away (a layout)."""
+
+    def __init__(
+        self,
+        folded: Folded,
+        mesh: Mesh,
+        cluster: Cluster,
+        setting: Setting,
+        limits: Limits | None = None,
+        tell: Tell | None = None,
+        restrict: Restrict | None = None,
+    ) -> None:
+        self.folded, self.mesh, self.cluster, self.setting = folded, mesh, cluster, setting
+        self.limits, self.tell, self.restrict = limits or Limits(), tell or (lambda stage, seconds: None), restrict
+        self.start = time.perf_counter()
+
+    def view(self, segments: Mapping[str, Sequence[int]] | None = None) -> _View:
+        small = shrink(self.folded, segments)
+        rules = {op.name: lookup(op) for op in small.graph.ops}
+        fuses = self.setting.fuses
+        cost = Cost.compiled(self.cluster, self.mesh, small.graph, rules) if fuses else Cost(self.cluster, self.mesh)
+        return _View(small, quotient(small), rules, cost)
+
+    def formulated(
+        self,
+        v: _View,
+        mesh: Mesh,
+        only: Sequence[int] | None = None,
+        room_s: float = math.inf,
+        trim: Callable[[Problem], Problem] = lambda p: p,
+    ) -> tuple[Formulator, Problem]:
+        began = time.perf_counter()
+        f = Formulator(v.q, v.rules, mesh, v.cost, self.setting, only)
+        problem, names = f.run(room_s, trim)
+        if self.restrict is not None and only is None:
+            problem = self.restrict(problem, names, v.rules, mesh)
+        if only is None:
+            self.tell(f"formulate {_axes(mesh)}", time.perf_counter() - began)
+        return f, problem
+
+    @property
+    def left(self) -> Limits:
+        return replace(self.limits, seconds=max(1.0, self.limits.seconds - (time.perf_counter() - self.start)))
+
+    def run(self, merge: bool = True) -> Found:
+        """merge: whether axes may be merged where the program of all of them is too large, or has no answer in time: the first that is merged
+        then has as much time again. Raises TimeoutError when the clock stopped before any answer."""
+        self.start = time.perf_counter()
+        with uncollected():
+            v = self.view()
+            axes = sum(n > 1 for n in self.mesh.parents.values())
+            if axes > WHOLE_AXES and merge:
+                return self.by_merging(v)
+            try:
+                return self.on(v, self.mesh)
+            except NoAnswer as e:
+                if axes < 2 or not merge:
+                    raise
+                self.start = time.perf_counter()
+                return self.by_merging(v, e.bound_s)
+
+    # ---- one program -----------------------------------------------------------------------------------------------
+
+    def on(
+        self, v: _View, mesh: Mesh, coarse: bool = False, made: tuple[Formulator, Problem] | None = None, far_s: float = math.inf
+    ) -> Found:
+        """coarse: an answer will do that is not the best cut of the layers. made: the formulation, if there is one already. Raises _Far where no answer
+        takes less than `far_s`."""
+        start = time.perf_counter()
+        f, problem = made or self.formulated(v, mesh)
+        seen = look(problem.loosened, problem, self.left, self.tell)
+        if seen is None:
+            return self.poor(v, mesh, f, problem, -1.0, None)
+        if seen.bound_s > far_s:
+            raise _Far
+        if seen.price is not None and seen.price.feasible and not _runs_again(problem, seen.decision):
+            spent = time.perf_counter() - start
+            answer = Solution(seen.decision, seen.price, seen.bound_s, spent, seen.stopped_by, seen.variables, seen.rows)
+            return Found(mesh, problem, f.names, v.shrunk, v.rules, answer)
+        bound_s = seen.bound_s
+        best = self.cut(mesh, seen.decision.strategies, bound_s, None, coarse)
+        if not coarse and not _is_within(best, self.limits.gap) and 2 * (time.perf_counter() - self.start) < self.limits.seconds:
+            # What is missing may be the bound's: its program was allowed the whole gap.
+            bound_s, best = self.nearer(mesh, problem, seen.decision.strategies, bound_s, best)
+        if best is None or not isinstance(best.answer, Solution) or not (coarse or _is_within(best, self.limits.gap)):
+            best = self.tight(v, mesh, f, problem, bound_s, best)
+        if isinstance(best.answer, Solution):
+            spent = time.perf_counter() - start
+            stopped = "cuts" if best.answer.gap > self.limits.gap and best.answer.stopped_by == "gap" else best.answer.stopped_by
+            best = replace(best, answer=replace(best.answer, seconds=spent, stopped_by=stopped, variables=seen.variables, rows=seen.rows))
+        return best
+
+    def nearer(
+        self, mesh: Mesh, problem: Problem, strategies: Sequence[int], bound_s: float, best: Found | None
+    ) -> tuple[float, Found | None]:
+        """A better bound, and what the strategies that have it allow."""
+        try:
+            seen = look(problem.loosened, problem, replace(self.left, gap=self.limits.gap * SHARES[0]), self.tell)
+        except NoAnswer as e:
+            seen, bound_s = None, max(bound_s, e.bound_s)
+        bound_s = max(bound_s, seen.bound_s) if seen else bound_s
+        if best is not None and isinstance(best.answer, Solution):
+            best = replace(best, answer=replace(best.answer, bound_s=min(bound_s, best.answer.objective_s)))
+        if seen and tuple(seen.decision.strategies) != tuple(strategies) and not _is_within(best, self.limits.gap):
+            best = self.cut(mesh, seen.decision.strategies, bound_s, best, False)
+        return bound_s, best
+
+    def tight(self, v: _View, mesh: Mesh, f: Formulator, problem: Problem, bound_s: float, best: Found | None) -> Found:
+        """Strategies chosen under all rows, as if layers shared their fates; then the layers cut at these strategies."""
+        try:
+            answer = solve(problem, self.left, progress=self.tell)
+        except TimeoutError:
+            if best is None:
+                raise
+            return best
+        if isinstance(answer, Solution):
+            best = self.cut(mesh, f.all_strategies(answer.decision.strategies), bound_s, best, False)
+            # With strategies fixed, nothing is brought from where only other strategies have it; but memory of what runs again is known only then.
+            mine = replace(answer, bound_s=min(bound_s, answer.objective_s))
+            if not _runs_again(problem, answer.decision) and (best is None or better(mine, best.answer)):
+                best = Found(mesh, problem, f.names, v.shrunk, v.rules, mine)
+        return best or self.poor(v, mesh, f, problem, bound_s, None)
+
+    def poor(self, v: _View, mesh: Mesh, f: Formulator, problem: Problem, bound_s: float, best: Found | None) -> Found:
+        """At the strategies that need the least memory: an answer, or by how much the budget is short."""
+        relaxation = Relaxation(problem.loosened)
+
+        def peak(strategies: Sequence[int]) -> float:
+            found = smallest(self.formulated(v, mesh, only=strategies)[1], self.left)
+            return math.inf if found is None else found[0]
+
+        strategies = economical(f, lambda budget: relaxation.at(budget, self.left), peak)
+        strategies = strategies or explain(replace(problem, budget_bytes=0.0), self.left).strategies
+        found = self.cut(mesh, strategies, bound_s, best, False) if bound_s >= 0 else None
+        if found is not None:
+            return found
+        narrow, only = self.formulated(v, mesh, only=strategies)
+        return Found(mesh, only, narrow.names, v.shrunk, v.rules, explain(only, self.left))
+
+    # ---- segments --------------------------------------------------------------------------------------------------
+
+    def cut(self, mesh: Mesh, strategies: Sequence[int], bound_s: float, best: Found | None, coarse: bool) -> Found | None:
+        """The best of `best` and cuts of the stacks into segments, at these strategies.
+
+        None; then where a relaxation says (`autopar.planner.segments`), from either end, with the last layer by itself as well, and in three; then two segments
+        at every quarter of the layers, and nearer to the best, unless the answer is already what the relaxation allows. Where the gap is what was asked for,
+        only as long as that brings something. coarse: only what it says."""
+        began = time.perf_counter()
+        looked: dict[tuple[tuple[int, ...], ...], float] = {}
+        n_of = {s.name: n for s, n in zip(self.folded.stacks, self.folded.copies, strict=True)}
+        whole = self.view()
+        uncut = (whole, *self.formulated(whole, mesh, only=strategies))
+
+        def at(segments: Segments) -> float:
+            """Seconds of the best answer with the layers cut so."""
+            nonlocal best
+            key = tuple(segments.values())
+            if key in looked or (best is not None and time.perf_counter() - self.start > self.limits.seconds):
+                return looked.get(key, math.inf)
+            v, f, problem = uncut
+            if any(len(cut) > 1 for cut in segments.values()):
+                v = self.view({name: cut for name, cut in segments.items() if len(cut) > 1})
+                f, problem = self.formulated(v, mesh, only=strategies)
+            found = solve(problem, self.left)
+            looked[key] = found.objective_s if isinstance(found, Solution) else math.inf
+            if isinstance(found, Solution):
+                found = replace(found, bound_s=min(bound_s, found.objective_s))
+                if best is None or not isinstance(best.answer, Solution) or found.objective_s < best.answer.objective_s * (1 - 1e-6):
+                    best = Found(mesh, problem, f.names, v.shrunk, v.rules, found)
+            return looked[key]
+
+        def good() -> bool:
+            seconds = list(looked.values())
+            idle = len(seconds) > PATIENCE and min(seconds[-PATIENCE:]) >= min(seconds[:-PATIENCE]) * (1 - WORTH)
+            if idle and _is_within(best, self.limits.gap):
+                return True
+            late = time.perf_counter() - self.start > self.limits.seconds / 2
+            return _is_within(best, max(WORTH, self.limits.gap) if late else WORTH)
+
+        cuts, limit_s = self.guided(*uncut[1:], n_of)
+        for segments in cuts:
+            if not good():
+                at(segments)
+        if coarse or min(looked.values(), default=math.inf) <= limit_s * (1 + WORTH):
+            self.tell("segments", time.perf_counter() - began)
+            return best
+        tried: dict[tuple[float, bool], float] = {}
+        for alone in (False, True):
+            for share in FIRST:
+                if not good():
+                    tried[share, alone] = at({name: at_share(n, share, alone) for name, n in n_of.items()})
+        deepest = max(n_of.values(), default=1)
+        step = 0.25
+        while step > 0.5 / deepest and not good() and tried:
+            center, alone = min(tried, key=lambda k: (tried[k], k))
+            step /= 2
+            for share in (center - step, center + step):
+                if 0 < share < 1:
+                    tried[share, alone] = at({name: at_share(n, share, alone) for name, n in n_of.items()})
+        self.tell("segments", time.perf_counter() - began)
+        return best
+
+    def guided(self, f: Formulator, problem: Problem, n_of: Mapping[str, int]) -> tuple[list[Segments], float]:
+        """Cuts that the relaxation of an uncut program suggests, uncut first; and its seconds, which more cuts can hardly go below."""
+        uncut = {name: (n,) for name, n in n_of.items()}
+        relaxed = Relaxation(problem).at(self.setting.budget_bytes, self.left)
+        if relaxed is None:
+            return [uncut], 0.0
+        ks = shares(f.formulated(), problem, relaxed, n_of)
+        ways = [{name: two(n, (ks[name] or [0])[0], first) for name, n in n_of.items()} for first in (True, False)]
+        ways += [{name: three(n, ks[name], first) for name, n in n_of.items()} for first in (True, False)]
+        ways += [{name: last_alone(cut) for name, cut in way.items()} for way in ways]
+        return [uncut, *(way for way in ways if way != uncut)], relaxed.tangent.at_s
+
+    # ---- many axes -------------------------------------------------------------------------------------------------
+
+    def by_merging(self, v: _View, bound_s: float = -1.0) -> Found:
+        """bound_s: what is known of the whole already."""
+        ideal_s = bound = -1.0
+        best: Found | None = None
+        near = max(self.limits.gap, NEAR)
+        # What they have is not near to the bound: looked for only if the others have nothing better.
+        far: list[tuple[Mesh, tuple[Formulator, Problem]]] = []
+
+        def take(smaller: Mesh, made: tuple[Formulator, Problem], far_s: float) -> None:
+            nonlocal best
+            found = self.on(v, smaller, True, made, far_s)
+            if isinstance(found.answer, Solution):
+                found = replace(found, answer=replace(found.answer, bound_s=min(bound, found.answer.objective_s)))
+            if best is None or better(found.answer, best.answer):
+                best = found
+
+        for smaller in merged(self.mesh):
+            late = time.perf_counter() - self.start > self.limits.seconds
+            if _is_within(best, near) or ((best is not None or far) and (late or smaller.parents == self.mesh.parents)):
+                break
+            made = self.formulated(v, smaller)
+            if ideal_s < 0:
+                ideal_s = self.ideal(v, *made)
+                bound = max(bound_s, ideal_s)
+            try:
+                take(smaller, made, bound / (1 - near))
+            except _Far:
+                far.append((smaller, made))
+            except TimeoutError:
+                if best is None and not far:
+                    raise
+                break
+        while far and not _is_within(best, near):
+            try:
+                take(*far.pop(), math.inf)
+            except TimeoutError:
+                if best is None and not far:
+                    raise
+        assert best is not None
+        late = time.perf_counter() - self.start > self.limits.seconds / 2
+        if isinstance(best.answer, Solution) and self.limits.gap < best.answer.gap <= FAR and not late:
+            best = self.pruned(v, best, bound, ideal_s)
+        if isinstance(best.answer, Solution):
+            best = replace(best, answer=replace(best.answer, seconds=time.perf_counter() - self.start))
+        if isinstance(best.answer, Solution) and best.answer.gap > self.limits.gap:
+            spent = time.perf_counter() - self.start > self.limits.seconds
+            best = replace(best, answer=replace(best.answer, stopped_by="time" if spent else "axes"))
+        return best
+
+    def ideal(self, v: _View, f: Formulator, problem: Problem) -> float:
+        """A bound of the whole. f, problem: of its mesh with axes merged."""
+        began = time.perf_counter()
+        bound_s = least(ideal(f.formulated(), problem, Formulator(v.q, v.rules, self.mesh, v.cost, self.setting)), self.left)
+        self.tell("bound", time.perf_counter() - began)
+        return bound_s
+
+    def pruned(self, v: _View, best: Found, bound_s: float, ideal_s: float) -> Found:
+        """The whole program without what no answer better than `best` has: a better answer or a better bound, where time allows.
+
+        ideal_s: a bound that counts neither redistributions nor what strategies take more than the fastest (`formulate.ideal`)."""
+        assert isinstance(best.answer, Solution)
+        known = best.answer.objective_s
+        f, problem = self.formulated(v, self.mesh, room_s=known - ideal_s, trim=lambda p: prune(p, ideal_s, known))
+        if sum(len(flow.arcs) for value in problem.values for flow in (value.forward, value.backward) if flow) > TOO_MANY:
+            return best
+        try:
+            relaxed = Relaxation(problem.loosened).at(problem.budget_bytes, self.left)
+        except TimeoutError:
+            return best
+        if relaxed is None:  # nothing is better
+            return replace(best, answer=replace(best.answer, bound_s=known))
+        bound_s = max(bound_s, min(known, relaxed.tangent.at_s))
+        best = replace(best, answer=replace(best.answer, bound_s=bound_s))
+        if best.answer.gap <= self.limits.gap:
+            return best
+        worse = {which for which, more_s in relaxed.dearer_s.items() if relaxed.tangent.at_s + more_s > known * (1 + EXACT)}
+        problem = replace(problem, forbidden=problem.forbidden | worse)
+        for share in SHARES:
+            began = time.perf_counter()
+            try:
+                seen = look(problem.loosened, problem, replace(self.left, gap=self.limits.gap * share), self.tell)
+            except NoAnswer as e:
+                return replace(best, answer=replace(best.answer, bound_s=max(bound_s, min(best.answer.objective_s, e.bound_s))))
+            assert isinstance(best.answer, Solution)
+            known = best.answer.objective_s
+            if seen is None:  # nothing is better
+                return replace(best, answer=replace(best.answer, bound_s=known))
+            took = time.perf_counter() - began
+            bound_s = max(bound_s, min(known, seen.bound_s))
+            best = replace(best, answer=replace(best.answer, bound_s=bound_s))
+            if seen.price is not None and seen.price.feasible and seen.price.objective_s < known:
+                answer = Solution(seen.decision, seen.price, bound_s, 0.0, seen.stopped_by, seen.variables, seen.rows)
+                best = Found(self.mesh, problem, f.names, v.shrunk, v.rules, answer)
+            else:
+                best = self.cut(self.mesh, f.all_strategies(seen.decision.strategies), bound_s, best, False) or best
+            assert isinstance(best.answer, Solution)
+            best = replace(best, answer=replace(best.answer, variables=seen.variables, rows=seen.rows))
+            if best.answer.gap <= self.limits.gap or self.left.seconds < 2 * took:  # what is to be nearer takes longer
+                break
+        return best
+
+
+def economical(
+    f: Formulator, relaxed: Callable[[float], Relaxed | None], peak: Callable[[tuple[int, ...]], float]
+) -> tuple[int, ...] | None:
+    """Strategies with the smallest peak found; None where none was.
+
+    relaxed: of the loose program under a budget; peak: the smallest at given strategies, of a program with those alone. Only that one counts what is made
+    again for something else that is made again. So the strategies that are smallest by the loose rows are not the smallest; those that
+    are fastest under ever smaller budgets are better, until nothing fits.
+    """
+    peaks: dict[tuple[int, ...], float] = {}
+    budget, enough, short = math.inf, math.inf, 0.0
+    try:
+        while budget > short * (1 + NARROW):
+            found = relaxed(budget)
+            if found is None:
+                short = budget
+            else:
+                enough, strategies = budget, f.all_strategies(found.strategies)
+                if strategies not in peaks:
+                    peaks[strategies] = peak(strategies)
+            # Down in steps while everything fits, then between what suffices for something and what for nothing.
+            budget = math.sqrt(enough * short) if short else SHRINK * min(enough, *peaks.values())
+            if math.isinf(budget):
+                break
+    except TimeoutError:
+        pass
+    best = min(peaks, key=peaks.__getitem__, default=None)
+    return best if best is not None and math.isfinite(peaks[best]) else None
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """A program is a million small objects that all stay: looking for garbage among them took a third of the time."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _runs_again(problem: Problem, decision: Decision) -> bool:
+    """Whether anything that takes time does."""
+    return any(t for r in decision.rerun for t in problem.reruns[r].times[decision.strategies[problem.reruns[r].choice]].values())
+
+
+def _is_within(found: Found | None, gap: float) -> bool:
+    """Whether there is an answer, and it is as near to its bound as that, relatively."""
+    return found is not None and isinstance(found.answer, Solution) and found.answer.gap <= gap
+
+
+def better(a: Solution | Infeasible, b: Solution | Infeasible) -> bool:
+    """Whether `a` is faster than `b`, or needs less memory where neither fits."""
+    if isinstance(a, Solution):
+        return not isinstance(b, Solution) or a.objective_s < b.objective_s
+    return isinstance(b, Infeasible) and a.least_bytes < b.least_bytes
+
+
+def merged(mesh: Mesh) -> Iterator[Mesh]:
+    """`mesh` with all its axes as one, then as two: neighbours only, since storage over axes that are not lies as no DTensor does."""
+    parents = [p for p, n in mesh.parents.items() if n > 1]
+    yield _with_parents(mesh, [parents])
+    for i in range(len(parents) - 1, 0, -1):
+        yield _with_parents(mesh, [parents[:i], parents[i:]])
+
+
+def _with_parents(mesh: Mesh, groups: list[list[str]]) -> Mesh:
+    name = {p: "+".join(group) for group in groups for p in group}
+    return Mesh(tuple(replace(a, parent=name.get(a.parent, a.parent)) for a in mesh.axes))
+
+
+def _axes(mesh: Mesh) -> str:
+    return " x ".join(f"{p}={n}" for p, n in mesh.parents.items() if n > 1) or "one device"

@@ -1,0 +1,328 @@
+"""Makes steps for a ParallelModule, and puts its parameters where the plan stores them.
+
+The first call with a backward makes the plan. Calls before it (evaluation) run with parameters where they were put at first; calls after it that the
+plan does not cover (other shapes, no gradients) leave parameters where the plan stores them and split the rest by `propagate`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Placement as DPlacement
+
+from autopar import _torch
+from autopar.capture.capture import Call, tensor_named
+from autopar.distributed.agreement import Facts, agreed, from_first, highest
+from autopar.distributed.failures import during
+from autopar.distributed.groups import Groups
+from autopar.distributed.shards import dtensor_placements
+from autopar.errors import AutoparError
+from autopar.graph.graph import Tensor
+from autopar.graph.placement import Placement
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.detect import here
+from autopar.offload import OffloadSettings, close_store, next_number, numbered, open_store
+from autopar.plan.decisions import ParamChoice
+from autopar.plan.plan import Plan
+from autopar.plan.schema import canonical, dumps
+from autopar.planner.formulation.overlap_windows import stretch_of
+from autopar.planner.layout import Layout
+from autopar.planner.offload import Offload
+from autopar.planner.precision import Precision
+from autopar.planner.propagate import propagate
+from autopar.planner.request import Wish, asked, decide, following, refuse_other_mesh, setting
+from autopar.planner.storage import param_choice
+from autopar.runtime.init import distribute, materialize
+from autopar.runtime.inputs import InputReader
+from autopar.runtime.lower import CompileOnce
+from autopar.runtime.pipeline import Seen, Settings, seen
+from autopar.runtime.step import Step
+from autopar.solver.fold import Folded
+from autopar.solver.problem import NVME
+from autopar.tensors.memory_format import laid, order_of
+
+
+@dataclass(frozen=True)
+class Config:
+    """The arguments of `autopar.compile`. layout: a hand layout; None: planned, as `wish` says."""
+
+    loss_fn: Callable[..., Any] | None
+    inputs: str
+    layout: str | Layout | None
+    precision: Precision
+    optimizer: Any
+    grad_accumulation: int
+    backend: str
+    outputs: str
+    wish: Wish
+
+
+def no_plan() -> AutoparError:
+    return AutoparError(
+        "there is no plan yet",
+        fix="pass example_inputs= to autopar.compile, or run one step: the first training step is captured and planned",
+    )
+
+
+class Builder:
+    def __init__(self, model: nn.Module, device_mesh: DeviceMesh, config: Config) -> None:
+        self.model, self.device_mesh, self.config = model, device_mesh, config
+        self.groups = Groups(device_mesh)
+        self.mesh = self.groups.mesh
+        every = tuple(a.name for a in self.mesh.axes if a.size > 1)
+        kind = device_mesh.device_type
+        self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        with during("compile", self.groups.ranks):
+            self.groups.meet()
+            self.layout, self.cluster = agreed(self.groups, self.arguments)
+        given = config.wish.plan
+        # Of a hand layout, of the given plan, or of a plan yet to be made: that one takes local inputs as they come.
+        split = self.layout.data if self.layout else given.data_axes if given else every
+        self.reader = InputReader(self.groups, config.inputs, split)
+        self.first = Layout(data=every, shard=every, name="fsdp")
+        self.plan: Plan | None = None
+        self.planned = self.layout is not None
+        self.once = CompileOnce(self.groups.id, self.groups.ranks) if config.backend == "inductor" else None
+        self.coordinates: dict[str, torch.Tensor] = {}
+        self.opened = ""  # the store of activations that are away
+
+    def arguments(self) -> tuple[tuple[Layout | None, Cluster | None], Facts]:
+        """The hand layout, else what to plan for (neither where a plan is given); and what all ranks must pass alike."""
+        wish = self.config.wish
+        layout = None if self.config.layout is None else Layout.of(self.config.layout, self.mesh)
+        cluster = wish.cluster
+        if wish.plan is not None:
+            refuse_other_mesh(wish.plan, self.groups.axes)
+        elif layout is None and cluster is None:
+            cluster = here(self.device, self.mesh.size)
+        return (layout, cluster), self.facts()
+
+    def facts(self) -> Facts:
+        """What must be the same on all ranks before parameters are spread."""
+        c, w = self.config, self.config.wish
+        kinds = (("parameter", self.model.named_parameters), ("buffer", self.model.named_buffers))
+        held = [
+            f"{kind} {n}: {tuple(t.shape)} {t.dtype}{' on meta' if t.is_meta else ''}{' trained' if t.requires_grad else ''}"
+            for kind, named in kinds
+            for n, t in named(remove_duplicate=False)
+        ]
+        said = {
+            "mesh": self.groups.axes, "inputs": c.inputs, "outputs": c.outputs, "layout": c.layout, "precision": c.precision,
+            "optimizer": getattr(c.optimizer, "__name__", c.optimizer), "grad_accumulation": c.grad_accumulation, "backend": c.backend,
+            "memory": "least" if w.least else w.memory_bytes, "cluster": w.cluster, "options": w.limits, "offload": w.offload,
+        }  # fmt: skip
+        return {
+            "the model's parameters and buffers": "\n".join(held),
+            "the arguments of autopar.compile": "\n".join(f"{k}={v}" for k, v in said.items()),
+            "the plan that was given": "" if w.plan is None else canonical(w.plan),
+        }
+
+    # ---- parameters ------------------------------------------------------------------------------------------
+
+    def distribute(self) -> None:
+        """Every parameter becomes a DTensor, in the placement that is right for all layouts that do not split tensors."""
+        layout = self.first if self.layout is None or self.layout.tensor else self.layout
+
+        def placements(name: str, shape: tuple[int, ...]) -> tuple[DPlacement, ...]:
+            choice = param_choice(Tensor(name, tuple(shape), "float32"), Placement.of(tuple(shape)), layout, self.mesh, True)
+            return dtensor_placements(choice.storage, self.mesh)
+
+        shared = {id(b): n for n, b in self.model.named_buffers()}
+        aliases = [(m, a, shared[id(t)]) for m in self.model.modules() for a, t in vars(m).items() if id(t) in shared]
+        # No list of them: it would keep every whole parameter alive while they are cut one by one.
+        with during("compile: parameters being spread", self.groups.ranks):
+            if any(t.is_meta for t in itertools.chain(self.model.parameters(), self.model.buffers())):
+                materialize(self.model, self.device_mesh, placements, torch.initial_seed(), self.device)
+            else:
+                distribute(self.model, self.device_mesh, placements)
+        if self.device.type != "cpu":
+            for m in self.model.modules():
+                for n, b in m._buffers.items():
+                    if b is not None:
+                        m._buffers[n] = b.to(self.device)
+                for n, t in list(vars(m).items()):
+                    if isinstance(t, torch.Tensor):
+                        vars(m)[n] = t.to(self.device)
+        for m, a, n in aliases:  # plain attributes that are a buffer's other name
+            vars(m)[a] = tensor_named(self.model, n)
+
+    def settle(self, choices: dict[str, ParamChoice]) -> None:
+        """Moves parameters (and gradients) to the plan's storage, in place: optimizers keep their references."""
+        params = dict(self.model.named_parameters(remove_duplicate=False))
+        for name, choice in choices.items():
+            p = params[name]
+            want = dtensor_placements(choice.storage, self.mesh)
+            assert isinstance(p, DTensor)
+            if p.placements == want:
+                continue
+            grad = p.grad
+            p.grad = None
+            with torch.no_grad():
+                there = p.detach().redistribute(self.device_mesh, want)
+                local = laid(_torch.local_tensor(there), order_of(p))  # which a redistribution of DTensor's leaves contiguous
+                there = _torch.dtensor(local, self.device_mesh, want, tuple(p.shape), order_of(p))
+                moved = nn.Parameter(there, requires_grad=p.requires_grad)
+            _torch.swap_parameter(p, moved)
+            if isinstance(grad, DTensor):
+                p.grad = grad.redistribute(self.device_mesh, want)
+
+    # ---- steps -----------------------------------------------------------------------------------------------
+
+    def build(
+        self,
+        call: Call,
+        shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...],
+        grad: bool,
+        autocast: torch.dtype | None,
+    ) -> Step:
+        """Captures and lowers one kind of call; the first one with a backward makes the plan that the others follow."""
+        config = self.config
+
+        def seen_here() -> tuple[Seen, Facts]:
+            found = seen(
+                self.model, call, shapes,
+                loss_fn=config.loss_fn, loss_only=config.outputs == "loss" and self.model.training, grad=grad,
+                cast=config.precision.param, autocast=autocast,
+            )  # fmt: skip
+            program = "\n".join(f"{count} x {line}" for line, count in found.folded.lines)
+            # A plan names operators, so their names must be the same as well.
+            return found, {"the program": program, "its operators": "\n".join(o.name for o in found.graph.ops)}
+
+        ranks = self.groups.ranks
+        with during("capture", ranks):
+            program = agreed(self.groups, seen_here)
+        captured, graph, folded = program.captured, program.graph, program.folded
+        params = dict(self.model.named_parameters(remove_duplicate=False))
+        for n, p in params.items():
+            if not isinstance(p, DTensor):
+                raise AutoparError(
+                    f"parameter {n!r} came to the model after autopar.compile, so it is on no mesh",
+                    fix="change the model first, then call autopar.compile",
+                )
+        stored = {n: params[n].dtype for n in graph.params}
+        trainable = frozenset(n for n in graph.params if params[n].requires_grad)
+        fixed = self.plan.params if self.plan and self.planned else {}
+        decides = not self.planned and any(o.direction == "backward" for o in graph.ops)
+        if decides:
+            with during("planning", ranks):
+                plan = self.decide(folded, stored, trainable)
+        else:
+            plan = propagate(graph, self.layout or self.following, self.groups.axes, trainable, fixed)
+        with during("compile: parameters moving to where the plan has them", ranks):
+            self.settle({n: c for n, c in plan.params.items() if n not in fixed})
+        with during("compile", ranks):
+            settings = Settings(
+                self.device, stored, config.precision.reduce, config.backend, self.once, self.store(plan), stretch_of(graph, folded.stacks)
+            )
+            kind = ("train" if self.model.training else "eval") + ("" if grad else "-no-grad")
+            step = Step(captured, graph, plan, self.groups, settings, kind)
+        if decides or self.plan is None or (self.layout is not None and grad and not self.plan.collectives):
+            self.plan = step.plan.answering_as(plan)
+        else:
+            self.plan = replace(self.plan, params={**plan.params, **self.plan.params})
+        self.planned = self.planned or decides
+        return step
+
+    def decide(self, folded: Folded, stored: dict[str, torch.dtype], trainable: frozenset[str]) -> Plan:
+        """One rank plans, all apply what it says."""
+        wish, c = self.config.wish, self.config
+
+        budget_bytes = wish.memory_bytes or (self.cluster.device.usable_bytes if self.cluster else math.inf)
+        s = setting(stored, trainable, c.precision.reduce, c.optimizer, budget_bytes, c.grad_accumulation)
+        s = replace(s, fuses=c.backend == "inductor")
+        if self.cluster is not None:
+            s = Offload.of(wish.offload, self.cluster).within(s, self.cluster)
+        plan = Plan.loads(from_first(self.groups, lambda: dumps(decide(wish, self.cluster, folded, self.groups.axes, s))))
+        if wish.plan is not None or self.cluster is None:
+            return plan
+        return asked(plan, wish, self.cluster, folded, self.groups.axes, s)
+
+    def store(self, plan: Plan) -> str:
+        """The name of the place that keeps activations for this model, opened when a plan first wants one; "" where none does."""
+        if not plan.offload or self.opened:
+            return self.opened
+        cluster = self.cluster or here(self.device, self.mesh.size)
+        wish = Offload.of(self.config.wish.offload if self.config.wish.offload is not None else "host", cluster)
+        if NVME in plan.offload.values() and not isinstance(wish.nvme, (str, os.PathLike)):
+            fix = 'pass offload=autopar.Offload(nvme="/a/directory/on/it")'
+            raise AutoparError("the plan keeps activations on local disks, and no directory is given for them", fix=fix)
+        directory = None if isinstance(wish.nvme, bool) else os.fspath(wish.nvme)
+        limits = [min(n, 2**62) for n in (wish.host_limit(cluster), wish.nvme_limit(cluster))]
+        self.opened = numbered(self.groups.prefix, highest(self.groups, next_number(self.groups.prefix)))
+        open_store(self.opened, OffloadSettings(int(limits[0]), directory, int(limits[1]) if directory else 0))
+        weakref.finalize(self, close_store, self.opened)
+        return self.opened
+
+    @property
+    def following(self) -> Layout:
+        """How calls are split that no plan covers."""
+        return following(self.plan) if self.plan and self.planned else self.first
+
+    # ---- data ------------------------------------------------------------------------------------------------
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes that the batch is split over; those of local inputs never change."""
+        if self.config.inputs == "local" or self.layout is not None or self.config.wish.plan is not None:
+            return self.reader.data_axes
+        if self.plan is None or not self.planned:
+            raise no_plan()
+        return self.plan.data_axes
+
+    @property
+    def data_world(self) -> int:
+        return self.mesh.sizes_product(self.data_axes)
+
+    @property
+    def data_rank(self) -> int:
+        rank = 0
+        for a in self.data_axes:
+            rank = rank * self.mesh.axis_size(a) + self.groups.coordinates[a]
+        return rank
+
+    def coordinate(self, axis: str) -> torch.Tensor:
+        if axis not in self.coordinates:
+            with torch.inference_mode(False):  # kept: a step that trains cannot save what was made in inference mode
+                self.coordinates[axis] = torch.tensor(self.groups.coordinates[axis], dtype=torch.int64, device=self.device)
+        return self.coordinates[axis]
+
+    def dtensor(self, local: torch.Tensor, p: Placement) -> DTensor:
+        return _torch.dtensor(local, self.device_mesh, dtensor_placements(p, self.mesh), p.shape)
+
+    def tangent(self, grad: torch.Tensor | None, step: Step, index: int) -> torch.Tensor:
+        """The gradient of output `index`, local in the output's placement."""
+        p = step.plan.outputs[index]
+        like = step.tangent_like(index)
+        if grad is None:
+            return torch.zeros(like.shape, dtype=like.dtype, device=self.device)
+        if isinstance(grad, DTensor):
+            grad = grad.redistribute(self.device_mesh, dtensor_placements(p, self.mesh)).to_local()
+        return grad.to(like.dtype)
+
+    def gradient(self, name: str, local: torch.Tensor, plan: Plan) -> DTensor:
+        """A gradient as the DTensor its parameter wants: without padding."""
+        choice = plan.params[name]
+        if choice.padded != choice.shape:
+            for s in choice.storage.splits:
+                if choice.padded[s.dim] != choice.shape[s.dim]:
+                    chunk = local.shape[s.dim]
+                    start = self._chunk(choice.storage, s.dim) * chunk
+                    local = local.narrow(s.dim, 0, max(0, min(chunk, choice.shape[s.dim] - start)))
+        return _torch.dtensor(local, self.device_mesh, dtensor_placements(choice.storage, self.mesh), choice.shape)
+
+    def _chunk(self, p: Placement, dim: int) -> int:
+        """Which chunk of `dim` this rank holds."""
+        index = 0
+        for s in sorted((s for s in p.splits if s.dim == dim), reverse=True):
+            index = index * self.mesh.axis_size(s.axis) + self.groups.coordinates[s.axis]
+        return index

@@ -1,0 +1,111 @@
+"""From what the user passes to what this rank's graph takes.
+
+Local inputs come split over axes that stay the same for a module's life, since a sampler has dealt out the data by them. A plan may split the
+batch over fewer: its parts are then gathered here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from autopar import _torch
+from autopar.capture.capture import Call
+from autopar.distributed.groups import Groups
+from autopar.distributed.shards import cut, dtensor_placements
+from autopar.errors import InputError
+from autopar.graph.graph import Tensor
+from autopar.graph.placement import Placement, shard
+from autopar.planner.storage import batch_size
+from autopar.tensors.memory_format import laid, order_of
+
+CHECKED_BATCHES = 3  # how many of the first batches ranks compare
+
+
+class InputReader:
+    """mode "global": every rank passes the same whole batch; "local": each passes its part, in order of `data_rank`.
+
+    data_axes: over which local inputs come split.
+    """
+
+    def __init__(self, groups: Groups, mode: str, data_axes: tuple[str, ...]) -> None:
+        if mode not in ("global", "local"):
+            raise InputError(f"inputs={mode!r} is not a mode", fix='use inputs="global" (the same batch on every rank) or inputs="local"')
+        self.groups, self.mode, self.data_axes = groups, mode, data_axes
+        self.left = CHECKED_BATCHES
+        self.parts = groups.mesh.sizes_product(data_axes)
+
+    def global_shapes(self, call: Call) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        shapes = [tuple(t.shape) for t in call.tensors]
+        if self.mode == "local":
+            batch = batch_size(tuple(Tensor("", s, "") for s, t in zip(shapes, call.tensors, strict=True) if not isinstance(t, DTensor)))
+            shapes = [
+                (s[0] * self.parts, *s[1:]) if s and s[0] == batch and not isinstance(t, DTensor) else s
+                for s, t in zip(shapes, call.tensors, strict=True)
+            ]
+        return tuple((s, t.dtype) for s, t in zip(shapes, call.tensors, strict=True))
+
+    def local(self, t: torch.Tensor, p: Placement, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's part of input `t`, which the plan places at `p`, in the format of the whole."""
+        order = order_of(t)
+        if isinstance(t, DTensor):
+            t = t.detach().redistribute(self.groups.device_mesh, dtensor_placements(p, self.groups.mesh)).to_local()
+        elif self.mode == "global":
+            t = cut(t.detach(), p, self.groups.mesh, self.groups.coordinates)
+        elif (came := self.arrival(t, p)) != p:
+            t = self._dtensor(t.detach(), came).redistribute(placements=dtensor_placements(p, self.groups.mesh)).to_local()
+        elif tuple(t.shape) != p.local_shape(self.groups.mesh):
+            raise InputError(
+                f"a local input of shape {tuple(t.shape)} does not make a whole batch that splits {self.parts} ways",
+                fix="every rank must pass the same local batch size",
+            )
+        return laid(t.detach().to(device=device, dtype=dtype), order)
+
+    def arrival(self, t: torch.Tensor, p: Placement) -> Placement:
+        """How the local input `t` comes, of which the plan places the whole at `p`."""
+        whole = tuple(t.shape) == p.shape
+        return Placement.of(p.shape) if whole else shard(p.shape, 0, self.data_axes, self.groups.mesh)
+
+    def returned(self, t: torch.Tensor, local: torch.Tensor, p: Placement) -> torch.Tensor:
+        """What is `local` in the plan's placement `p`, such as a gradient, in the form that input `t` came in."""
+        if isinstance(t, DTensor):
+            return self._dtensor(local, p).redistribute(t.device_mesh, t.placements).to(t.dtype)
+        if self.mode == "global":
+            local = self._dtensor(local, p).full_tensor()
+        elif (came := self.arrival(t, p)) != p:
+            local = self._dtensor(local, p).redistribute(placements=dtensor_placements(came, self.groups.mesh)).to_local()
+        return local.to(device=t.device, dtype=t.dtype)
+
+    def _dtensor(self, local: torch.Tensor, p: Placement) -> DTensor:
+        return _torch.dtensor(local, self.groups.device_mesh, dtensor_placements(p, self.groups.mesh), p.shape)
+
+    def check_same(self, call: Call, force: bool = False) -> None:
+        """Raises on every rank if the ranks' batches differ (global) or differ in shape (local); the first batches only."""
+        if not force and self.left <= 0:
+            return
+        self.left -= 1
+        if len(self.groups.ranks) == 1:
+            return
+        mine = [(n, tuple(t.shape), f"{t.dtype} {order_of(t)}", self._digest(t)) for n, t in zip(call.paths, call.tensors, strict=True)]
+        mine.append(("other arguments", (), "", repr(call.constants)))
+        everyone: list[Any] = [None] * len(self.groups.ranks)
+        dist.all_gather_object(everyone, mine, group=self.groups.everyone)
+        for rank, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                name = next((a[0] for a, b in zip(theirs, everyone[0], strict=False) if a != b), "their number")
+                raise InputError(
+                    f"ranks 0 and {rank} were given different batches",
+                    where=f"input {name}",
+                    fix='with inputs="global" every rank passes the same whole batch (seed the loader alike); for a '
+                    'DistributedSampler pass inputs="local" to autopar.compile',
+                )
+
+    def _digest(self, t: torch.Tensor) -> str:
+        if self.mode == "local" or isinstance(t, DTensor):
+            return ""
+        data = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return hashlib.blake2b(data.numpy().tobytes(), digest_size=16).hexdigest()

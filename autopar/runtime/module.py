@@ -1,0 +1,445 @@
+"""ParallelModule: the user's model with DTensor parameters, whose call runs the compiled step.
+
+It shares the model's submodules, parameters and buffers under their own names. The first call of each kind captures and compiles;
+the first with a backward plans, and settles where parameters live and moves them there, DTensor for DTensor, so that an
+optimizer built earlier keeps working.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar import _torch
+from autopar.capture.capture import LOSS, Call, Role, off_cache, tensor_named
+from autopar.capture.effects import refuse_global_hooks, set_flags
+from autopar.distributed.failures import begin, during, shared
+from autopar.distributed.shards import cut
+from autopar.errors import AutoparError
+from autopar.plan.plan import Plan
+from autopar.runtime.build import Builder, Config, no_plan
+from autopar.runtime.check import FirstStep, asked
+from autopar.runtime.gradients import GradSync
+from autopar.runtime.optimizers import watch
+from autopar.runtime.outputs import LossOutput
+from autopar.runtime.python_state import Content, PythonState, constants_hold, said
+from autopar.runtime.step import Step
+from autopar.tensors.memory_format import order_of
+
+OFTEN = 8  # captures of one kind of call, from which on it is worth a warning
+
+
+class ParallelModule(nn.Module):
+    """A model that trains on a mesh as it would on one device. Made by `autopar.compile`."""
+
+    # Hugging Face's Trainer and accelerate: this is a distributed model already, and it does not take their loss arguments.
+    _is_accelerate_prepared = True
+    accepts_loss_kwargs = False
+
+    def __init__(self, model: nn.Module, device_mesh: DeviceMesh, config: Config) -> None:
+        super().__init__()
+        self.__dict__["_parameters"] = model._parameters
+        self.__dict__["_buffers"] = model._buffers
+        self.__dict__["_modules"] = model._modules
+        self.__dict__["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
+        self.training = model.training
+        self.__dict__["_wrapped"] = model
+        self._builder = Builder(model, device_mesh, config)
+        self._builder.distribute()
+        self._config = config
+        self._steps: dict[Any, Step] = {}
+        self._kinds: dict[Any, list[_Held]] = {}
+        self._state = PythonState(model, config.loss_fn)
+        self._checked = -1  # the state whose hooks were looked at
+        self._reader = self._builder.reader
+        self._sync = GradSync(config.grad_accumulation)
+        self._seed: int | None = None
+        self._calls = 0
+        watch(self, config.optimizer)
+        self.__dict__["_made"] = True  # from here on, attributes are the model's
+
+    # ---- the call --------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs = off_cache(self.__dict__["_wrapped"], kwargs)
+        call = Call.of(args, kwargs)
+        grad = self._needs_grad(call)
+        step = self._step_for(call, grad)
+        with during("forward: local inputs", self._builder.groups.ranks):
+            values = self._values(step, call)
+        diff = [p for p in self.parameters() if p.requires_grad] if grad and step.has_backward else []
+        extra = [t for t in call.tensors if t.requires_grad] if grad else []
+        run = _Run(self, step, values, [n for n, p in self.named_parameters() if p.requires_grad], call)
+        if diff or extra:
+            outputs = _Apply.apply(run, len(diff), *diff, *extra)
+        else:
+            with torch.no_grad():
+                outputs = run.forward()
+        if step.captured.notes.sets:
+            set_flags(self.__dict__["_wrapped"], step.captured.notes)
+        return self._pack(step, outputs)
+
+    def _step_for(self, call: Call, grad: bool) -> Step:
+        version = self._state.now()
+        self._check_hooks(version)
+        refuse_global_hooks()
+        self._builder.groups.bind()
+        autocast = torch.get_autocast_dtype(self._builder.device.type) if torch.is_autocast_enabled(self._builder.device.type) else None
+        shapes = self._reader.global_shapes(call)
+        formats = tuple((t.requires_grad, order_of(t)) for t in call.tensors)
+        key = (self.training, grad, autocast, call.spec, _hashable(call.constants), shapes, formats)
+        step = self._held(key, version)
+        if step is not None:
+            with during("comparing the batches of the ranks", self._builder.groups.ranks):
+                self._reader.check_same(call)
+            return step
+        with during("comparing the batches of the ranks", self._builder.groups.ranks):
+            self._reader.check_same(call, force=True)
+        was_planned = self._builder.planned
+        content = dict(self._state.content)
+        step = self._builder.build(call, shapes, grad, autocast)
+        if self._builder.planned and not was_planned:
+            self._steps.clear()  # made for parameters that lay elsewhere
+            self._kinds.clear()
+        kind = self._kinds.setdefault(key, [])
+        kind.append(_Held(step, content, version))
+        if len(kind) == OFTEN:
+            since = self._state.matter(kind[-2].version, kind[-2].content, kind[-2].step.captured.notes)
+            changed = ", ".join(sorted(map(said, since))[:3]) or "a global variable"
+            warnings.warn(f"captured {OFTEN} times, since Python state that forward reads changes: {changed}", stacklevel=3)
+        self._steps[*key, len(kind)] = step
+        return step
+
+    def _held(self, key: tuple[Any, ...], version: int) -> Step | None:
+        """The step of such calls that was captured with the Python state that there is now, or with what is the same to it."""
+        held = [h for h in self._kinds.get(key, ()) if constants_hold(h.step.captured.notes)]
+        for h in held:
+            if h.version == version:
+                return h.step
+        for h in held:
+            if not self._state.matter(h.version, h.content, h.step.captured.notes):
+                h.version = version
+                return h.step
+        return None
+
+    def _values(self, step: Step, call: Call) -> dict[Role, torch.Tensor]:
+        """A local tensor for every role of the step's graph inputs but tangents."""
+        values: dict[Role, torch.Tensor] = {}
+        params = dict(self.named_parameters(remove_duplicate=False))
+        buffers = dict(self.named_buffers(remove_duplicate=False))
+        for role in {*step.base.forward_inputs, *step.base.backward_inputs}:
+            if role.kind == "param":
+                values[role] = padded_local(params[role.name], step.plan.params[role.name].storage.local_shape(step.plan.mesh))
+            elif role.kind == "buffer":
+                values[role] = buffers[role.name] if role.name in buffers else self._attribute(role.name)
+            elif role.kind == "coordinate":
+                values[role] = self._builder.coordinate(role.name)
+            elif role.kind == "seed":
+                values[role] = self._counters()
+        for a in self._builder.mesh.axes:
+            values.setdefault(Role("coordinate", a.name), self._builder.coordinate(a.name))
+        for i, (t, p) in enumerate(zip(call.tensors, step.plan.inputs, strict=True)):
+            role = Role("input", "", i)
+            if role in step.dtypes:
+                values[role] = self._reader.local(t, p, self._builder.device, step.dtypes[role])
+        return values
+
+    def _attribute(self, name: str) -> torch.Tensor:
+        """A tensor that is a plain attribute of a module."""
+        return tensor_named(self.__dict__["_wrapped"], name).detach().to(self._builder.device)
+
+    def _first_step(self, step: Step) -> FirstStep | None:
+        """The checks of a step that has not run yet, where AUTOPAR_CHECK asks for them."""
+        if step.checked or not asked():
+            return None
+        step.checked = True
+        groups = self._builder.groups
+        return FirstStep(step, lambda t, p: cut(t, p, groups.mesh, groups.coordinates), groups.rank)
+
+    def _counters(self) -> torch.Tensor:
+        """(seed, step): torch.manual_seed starts the count again."""
+        seed = torch.initial_seed()
+        if seed != self._seed:
+            self._seed, self._calls = seed, 0
+        counters = torch.tensor([seed % (1 << 62), self._calls], dtype=torch.int64, device=self._builder.device)
+        self._calls += 1
+        return counters
+
+    def _pack(self, step: Step, outputs: tuple[torch.Tensor | None, ...]) -> Any:
+        leaves = [step.captured.constants.get(i, o) for i, o in enumerate(outputs)]
+        result = _torch.pytree.tree_unflatten(leaves, step.captured.out_spec)
+        if step.captured.loss_only:
+            return result[LOSS] if self._config.loss_fn is not None else LossOutput(result[LOSS])
+        return result
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Step:
+        """Captures and compiles the step for a call with these arguments, without running it."""
+        call = Call.of(args, off_cache(self.__dict__["_wrapped"], kwargs))
+        return self._step_for(call, self._needs_grad(call))
+
+    def _needs_grad(self, call: Call) -> bool:
+        """Also where only inputs want gradients: a frozen or parameterless model."""
+        return torch.is_grad_enabled() and any(t.requires_grad for t in itertools.chain(self.parameters(), call.tensors))
+
+    # ---- what the user may ask -------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in use. Before the first call there is none yet."""
+        plan = self._builder.plan
+        if plan is None:
+            raise no_plan()
+        return plan
+
+    @property
+    def data_world(self) -> int:
+        """Over how many ranks the batch is split: as local inputs must be, as the plan does for global ones."""
+        return self._builder.data_world
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of the batch is this rank's (for a DistributedSampler)."""
+        return self._builder.data_rank
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes of forwards run in here leave gradients unreduced; the next one outside adds them in."""
+        before, self._sync.enabled = self._sync.enabled, False
+        try:
+            yield
+        finally:
+            self._sync.enabled = before
+
+    def rng_state(self) -> dict[str, int]:
+        """The counters of random ops, for a checkpoint."""
+        return {"seed": torch.initial_seed() if self._seed is None else self._seed, "step": self._calls}
+
+    def load_rng_state(self, state: Mapping[str, int]) -> None:
+        torch.manual_seed(state["seed"])
+        self._seed, self._calls = int(torch.initial_seed()), int(state["step"])
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """Counts of what compilation did: distinct layers lowered, cache hits, copies made for kernels that demand another layout."""
+        return {str(i): s.stats for i, s in enumerate(self._steps.values())}
+
+    def train(self, mode: bool = True) -> ParallelModule:
+        super().train(mode)
+        self.__dict__["_wrapped"].training = mode
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["_wrapped"].state_dict(*args, **kwargs)
+
+    def save_pretrained(self, folder: str | os.PathLike[str], max_shard_size: int = 5 * 1000**3) -> None:
+        """Config and weights in Hugging Face layout. Collective: every rank calls it, rank 0 writes."""
+        from autopar.checkpoint.safetensors import save_safetensors
+
+        save_safetensors(self, folder, max_shard_size)
+        config = getattr(self.__dict__["_wrapped"], "config", None)
+        if config is not None and self._builder.groups.rank == 0:
+            config.save_pretrained(folder)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["_wrapped"].load_state_dict(state_dict, *args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What is not this module's own is the model's: its forward reads it there."""
+        own = "_made" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name)
+        if own or isinstance(value, (nn.Module, nn.Parameter)):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.__dict__["_wrapped"], name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__ or name in self._parameters or name in self._modules:
+            super().__delattr__(name)
+        else:
+            delattr(self.__dict__["_wrapped"], name)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_wrapped"], name)
+
+    def _check_hooks(self, version: int) -> None:
+        own = self._backward_hooks or self._backward_pre_hooks
+        if version == self._checked and not own:
+            return
+        for name, m in [("", self), *self.__dict__["_wrapped"].named_modules()]:
+            for hook in (*m._backward_pre_hooks.values(), *m._backward_hooks.values()):
+                raise AutoparError(
+                    f"module backward hooks cannot run ({getattr(hook, '__qualname__', type(hook).__qualname__)}): "
+                    "the backward pass is one compiled graph",
+                    where=f"module {name or type(self.__dict__['_wrapped']).__name__!r}",
+                    fix="use a hook on the parameters (register_post_accumulate_grad_hook), or on a tensor in forward, or remove it before training",
+                )
+        self._checked = version
+
+
+@dataclass
+class _Held:
+    """A step, and the Python state it was captured with; version: the latest state that is the same to it."""
+
+    step: Step
+    content: Content
+    version: int
+
+
+def padded_local(param: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The local shard in the graph's (padded) shape: the storage behind an uneven DTensor shard has room for it."""
+    local = _torch.local_tensor(param).detach() if isinstance(param, DTensor) else param.detach()
+    if tuple(local.shape) == shape:
+        return local
+    pad: list[int] = []
+    for have, want in reversed(list(zip(local.shape, shape, strict=True))):
+        pad += [0, want - have]
+    return torch.nn.functional.pad(local, pad)
+
+
+class _Run:
+    """One call in flight: its local values, and after forward the saved tensors."""
+
+    def __init__(self, module: ParallelModule, step: Step, values: dict[Role, torch.Tensor], diff: list[str], call: Call) -> None:
+        self.module, self.step, self.values, self.diff, self.call = module, step, values, diff, call
+        self.sync = module._sync.enabled
+        self.number = begin(module._builder.groups)
+        self.check = module._first_step(step)
+
+    def forward(self) -> tuple[torch.Tensor | None, ...]:
+        with shared(self.module._builder.groups, self.number, "forward"):
+            if self.check is not None:
+                self.check.forward(self.values, self.wholes)
+            results, self.saved = self.step.forward(self.values)
+            if self.check is not None:
+                self.check.ran(results, self.saved)
+        buffers = dict(self.module.named_buffers(remove_duplicate=False))
+        outputs: list[torch.Tensor | None] = []
+        for role, t in results:
+            if role.kind == "buffer_update" and t is not None:
+                b = buffers[role.name] if role.name in buffers else self.module._attribute(role.name)
+                # Backward reads the value that forward saw.
+                self.saved = [s.clone() if s.data_ptr() == b.data_ptr() else s for s in self.saved]
+                b.copy_(t)
+            elif role.kind == "output":
+                outputs.append(self.wrap(t, role.index))
+        return tuple(outputs)
+
+    def wholes(self) -> dict[Role, torch.Tensor]:
+        """What the captured graph takes, at global shapes; collective."""
+        b, plan = self.module._builder, self.step.plan
+        params = dict(self.module.named_parameters(remove_duplicate=False))
+        out = {}
+        for role in self.step.captured.inputs:
+            if role.kind == "param":
+                p = params[role.name].detach()
+                out[role] = p.full_tensor() if isinstance(p, DTensor) else p
+            elif role.kind == "input" and role in self.values:
+                out[role] = b.dtensor(self.values[role], plan.inputs[role.index]).full_tensor()
+            elif role in self.values and role.kind != "tangent":
+                out[role] = self.values[role]
+        return out
+
+    def tangents(self, values: Mapping[Role, torch.Tensor]) -> dict[Role, torch.Tensor]:
+        """Those of the outputs, at global shapes; collective."""
+        b, places = self.module._builder, self.step.plan.outputs
+        given = [(r, values[r]) for r in self.step.captured.inputs if r.kind == "tangent" and r in values]
+        return {r: t if t.dim() == 0 else b.dtensor(t, places[r.index]).full_tensor() for r, t in given}
+
+    def wrap(self, t: torch.Tensor | None, index: int) -> torch.Tensor | None:
+        if t is None or t.dim() == 0:
+            return t
+        b = self.module._builder
+        p = self.step.plan.outputs[index]
+        return b.dtensor(t, p)
+
+
+class _Apply(torch.autograd.Function):
+    """The step as one node of autograd: DTensor parameters in, losses and DTensor outputs out, DTensor gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, n_params: int, *tensors: torch.Tensor) -> Any:
+        outputs = run.forward()
+        keep = {r: v for r, v in run.values.items() if r in run.step.base.backward_inputs or r.kind == "coordinate"}
+        ctx.roles = list(keep)
+        ctx.n_saved = len(run.saved)
+        ctx.save_for_backward(*run.saved, *keep.values())
+        run.saved, run.values = [], {}
+        ctx.run, ctx.n_params, ctx.n = run, n_params, len(tensors)
+        tangents = {r.index for r in run.step.captured.inputs if r.kind == "tangent"}  # of outputs that have a gradient
+        ctx.mark_non_differentiable(*[o for i, o in enumerate(outputs) if o is not None and i not in tangents])
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        run: _Run = ctx.run
+        step, module = run.step, run.module
+        tensors = list(ctx.saved_tensors)
+        ctx.maybe_clear_saved_tensors()  # so that each can be freed at its last use
+        saved, values = tensors[: ctx.n_saved], dict(zip(ctx.roles, tensors[ctx.n_saved :], strict=True))
+        del tensors
+        groups = module._builder.groups
+        with during("backward: gradients of outputs", groups.ranks):
+            for role in step.base.backward_inputs:
+                if role.kind == "tangent":
+                    values[role] = module._builder.tangent(grads[role.index], step, role.index)
+        reduces = lambda c: "gradient reduction" if step.reduces_gradients(c) else ""  # noqa: E731
+        check = run.check if module._sync.variant(run.sync) == (True, False) else None
+        with shared(groups, run.number, "backward", reduces), torch.no_grad():
+            if check is not None:
+                check.backward(saved, values, lambda: run.tangents(values))
+            params = module._sync.reduce(step, saved, values, run.sync)
+            if check is not None:
+                check.ran_backward([(r, params.get(r)) for r in step.base.backward_outputs])
+        out: list[torch.Tensor | None] = []
+        for name in run.diff[: ctx.n_params]:
+            local = params.get(Role("grad", name))
+            out.append(None if local is None else module._builder.gradient(name, local, step.plan))
+        with during("backward: gradients of inputs", groups.ranks):
+            for i, t in enumerate(run.call.tensors):
+                if t.requires_grad:
+                    local = params.get(Role("input_grad", "", i))
+                    out.append(None if local is None else module._reader.returned(t, local, step.plan.inputs[i]))
+        if torch.is_grad_enabled():  # create_graph=True
+            grads = [g.detach().requires_grad_() for g in out if g is not None]
+            made = iter(_Once.apply(*grads) if grads else ())
+            out = [None if g is None else next(made) for g in out]
+        return None, None, *out
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that have no gradient themselves: says so where one is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(g.view_as(g) for g in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        raise AutoparError(
+            "a gradient of gradients through a compiled step (create_graph=True): its backward pass is one graph without a backward of its own",
+            fix="compute a gradient penalty or a Hessian's product on the uncompiled model, or leave that term out of the compiled one",
+        )
+
+
+def _hashable(constants: tuple[Any, ...]) -> tuple[Any, ...]:
+    out = []
+    for c in constants:
+        try:
+            hash(c)
+            out.append(c)
+        except TypeError:
+            out.append(repr(c))
+    return tuple(out)

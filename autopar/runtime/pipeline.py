@@ -1,0 +1,110 @@
+"""From a module to a step, all stages in order. The page to read first.
+
+    capture       nn.Module, one call               -> Captured   fx, forward and backward in one, fake tensors at global shapes
+    describe      Captured                          -> Graph      torch-free
+    fold          Graph                             -> Folded     one copy of every repeated layer, with how many there are
+    decide        Folded, Cluster, mesh             -> Plan       the integer program (`autopar.planner`); or propagate: Graph, Layout -> Plan
+    shard         Captured, Graph, Plan             -> Sharded    fx, local shapes, collectives
+    joint passes  Sharded                           -> Sharded    laid out, equal calls once, nothing dead
+    partition     Sharded                           -> Parts      forward and backward apart; what is saved between them, what runs again
+    offload       Parts                             -> Parts      what the plan keeps away from the device leaves and comes back
+    overlap       Parts                             -> Parts      parameters gathered ahead of their use, gradients reduced behind it
+    lower         a half                            -> Lowered    a callable over flat tensors: eager, or Inductor with each distinct layer once
+
+No stage looks back: passes decide nothing, the planner sees no torch, the runtime does not ask how a plan was found. `seen` and `rewritten` are the stages on either
+side of the plan; `autopar.runtime.build` decides between them, on one rank for all; `autopar.runtime.step` lowers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture.capture import Call, Captured, capture
+from autopar.capture.describe import describe
+from autopar.capture.randomness import refuse_unknown_random
+from autopar.distributed.groups import Groups
+from autopar.graph.graph import Graph
+from autopar.passes.manager import joint_passes, overlap, run_passes
+from autopar.passes.offload import offload
+from autopar.passes.partition import Parts, partition
+from autopar.passes.shard import Options, group_names, shard
+from autopar.plan.decisions import CollectiveUse, Decisions
+from autopar.runtime.compile_cache import CompileOnce
+from autopar.runtime.dump import Dump
+from autopar.solver.fold import Folded, fold
+from autopar.text.log import log, timed
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What rewriting and lowering depend on besides the plan."""
+
+    device: torch.device
+    storage: Mapping[str, torch.dtype]
+    reduce: torch.dtype | None
+    backend: str
+    once: CompileOnce | None
+    # Where activations are that the plan keeps away from the device (`autopar.offload`), and between which operators they move.
+    store: str = ""
+    stretch_of: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a module computes, in three forms: with torch, without it, without repetition."""
+
+    captured: Captured
+    graph: Graph
+    folded: Folded
+
+
+def seen(
+    model: nn.Module,
+    call: Call,
+    shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...],
+    *,
+    loss_fn: Callable[..., Any] | None,
+    loss_only: bool,
+    grad: bool,
+    cast: torch.dtype | None,
+    autocast: torch.dtype | None,
+) -> Seen:
+    """See `autopar.capture.capture.capture` for the arguments."""
+    with timed("capture"):
+        captured = capture(model, call, shapes, loss_fn=loss_fn, loss_only=loss_only, grad=grad, cast=cast, autocast=autocast)
+        graph = describe(captured)
+        refuse_unknown_random(captured.gm)
+    with timed("fold"):
+        folded = fold(graph)
+    log.info("captured %d operators, %d of them distinct, %d parameters", len(graph.ops), len(set(folded.rep.values())), len(graph.params))
+    return Seen(captured, graph, folded)
+
+
+def rewritten(
+    captured: Captured, graph: Graph, plan: Decisions, groups: Groups, settings: Settings, sync: bool, accumulated: bool, dump: Dump
+) -> tuple[Parts, tuple[CollectiveUse, ...]]:
+    """What this rank runs, and its collectives. sync: gradients are reduced; accumulated: onto those of earlier calls."""
+    s, fuses = settings, settings.backend == "inductor"
+    options = Options(s.device, dict(s.storage), groups.prefix, s.reduce, sync, accumulated)
+    with timed("shard"):
+        sharded = shard(captured, graph, plan, options)
+    with timed("joint passes"):
+        sharded = run_passes(sharded, groups.prefix, joint_passes(fuses=fuses), dump.graph)
+    for axes in group_names(sharded.gm, groups.prefix):
+        groups.ensure(axes)
+    with timed("partition, offload, overlap"):
+        pinned = frozenset(op.name for op in graph.ops if op.binding)
+        parts = partition(sharded, reshard_after_forward=plan.reshard_after_forward, recompute=plan.recompute, fuses=fuses, pinned=pinned)
+        dump.graph("partition, forward", parts.forward)
+        dump.graph("partition, backward", parts.backward)
+        parts = offload(parts, s.store, s.stretch_of, sharded.fake_mode)
+        parts = overlap(parts, groups.prefix)
+    dump.graph("overlap, forward", parts.forward)
+    dump.graph("overlap, backward", parts.backward)
+    log.info("%d collectives, %d values saved for backward", len(sharded.collectives), len(parts.saved))
+    return parts, sharded.collectives

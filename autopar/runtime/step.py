@@ -1,0 +1,116 @@
+"""A compiled step: what was rewritten (`autopar.runtime.pipeline`), lowered, and how its graph inputs are filled at run time.
+
+A step belongs to one kind of call (structure, shapes, train or eval, grad or not). Forward is lowered at once; the
+backward variants (reduce gradients or not, with or without gradients accumulated earlier) when first needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autopar.capture.capture import Captured, Role
+from autopar.distributed.failures import Collective
+from autopar.distributed.groups import Groups
+from autopar.graph.graph import Graph
+from autopar.passes.lay_out import copies
+from autopar.passes.partition import Parts
+from autopar.passes.reductions import only_gradients
+from autopar.plan.decisions import CollectiveUse
+from autopar.plan.plan import Plan
+from autopar.runtime.dump import Dump
+from autopar.runtime.lower import Lowered, lower
+from autopar.runtime.pipeline import Settings, rewritten
+from autopar.tensors.memory_format import with_strides
+from autopar.text.log import timed
+
+
+class Step:
+    """One captured call, lowered. `forward(values)` returns (results by role, saved tensors); `backward(...)` the gradients."""
+
+    def __init__(self, captured: Captured, graph: Graph, plan: Plan, groups: Groups, settings: Settings, kind: str = "step") -> None:
+        """kind: "train", "eval", ...: what a dump of it is called."""
+        self.captured, self.graph, self.plan, self.groups, self.settings = captured, graph, plan, groups, settings
+        self.dump = Dump(kind)
+        self.dump.graph("captured", captured.gm)
+        self.dump.text("plan", plan.text() + "\n")
+        parts, self.collectives = self.parts(True, False)
+        self.base = parts
+        self.plan = replace(plan, collectives=self.collectives)
+        places = [n for n in parts.forward.graph.nodes if n.op == "placeholder"]
+        self.dtypes = {r: n.meta["val"].dtype for r, n in zip(parts.forward_inputs, places, strict=True)}
+        self.strides = [n.meta["val"].stride() for n in places]
+        self.lowered = self.lower(parts.forward)
+        self.backwards: dict[tuple[bool, bool], tuple[Parts, Lowered]] = {}
+        self.given_strides: dict[tuple[bool, bool], list[tuple[int, ...]]] = {}  # of what a backward takes besides what is saved
+        self.checked = False  # by AUTOPAR_CHECK
+
+    @property
+    def has_backward(self) -> bool:
+        return self.base.backward is not None
+
+    def parts(self, sync: bool, accumulated: bool) -> tuple[Parts, tuple[CollectiveUse, ...]]:
+        return rewritten(self.captured, self.graph, self.plan, self.groups, self.settings, sync, accumulated, self.dump)
+
+    def lower(self, gm: Any, saved_strides: Any = None, is_backward: bool = False) -> Lowered:
+        s, mode = self.settings, self.captured.fake_mode
+        with timed(f"lower {'backward' if is_backward else 'forward'} with {s.backend}"):
+            return lower(gm, backend=s.backend, fake_mode=mode, is_backward=is_backward, saved_strides=saved_strides, once=s.once)
+
+    def tangent_like(self, index: int) -> torch.Tensor:
+        """Shape and dtype of the tangent of output `index`."""
+        assert self.base.backward is not None
+        places = [n for n in self.base.backward.graph.nodes if n.op == "placeholder"][len(self.base.saved) :]
+        return next(n.meta["val"] for r, n in zip(self.base.backward_inputs, places, strict=True) if r == Role("tangent", "", index))
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """By half, and for backward by variant."""
+        copied = [0 if gm is None else copies(gm) for gm in (self.base.forward, self.base.backward)]
+        return {
+            "forward": {**self.lowered.stats, "layout_copies": copied[0]},
+            "backward": {k: {**lowered.stats, "layout_copies": copied[1]} for k, (_, lowered) in self.backwards.items()},
+        }
+
+    @property
+    def saved_strides(self) -> Any:
+        strides = self.lowered.strides
+        return None if strides is None else strides[len(self.base.forward_outputs) :]
+
+    def backward_of(self, sync: bool, accumulated: bool) -> tuple[Parts, Lowered]:
+        key = (sync, accumulated)
+        if key not in self.backwards:
+            parts = self.base if key == (True, False) else self.parts(*key)[0]
+            assert parts.saved == self.base.saved, "variants of backward must read the same saved values"
+            assert parts.backward is not None
+            places = parts.backward.graph.find_nodes(op="placeholder")
+            self.given_strides[key] = [n.meta["val"].stride() for n in places[len(parts.saved) :]]
+            self.backwards[key] = (parts, self.lower(parts.backward, self.saved_strides, True))
+        return self.backwards[key]
+
+    def reduces_gradients(self, collective: Collective) -> bool:
+        """Whether this collective of a backward pass belongs to no activation, but reduces a gradient."""
+        graphs = [parts.backward for parts, _ in self.backwards.values() if parts.backward is not None]
+        return any(only_gradients(gm, collective.kind, collective.group, collective.result) for gm in graphs)
+
+    def forward(self, values: Mapping[Role, torch.Tensor]) -> tuple[list[tuple[Role, torch.Tensor | None]], list[torch.Tensor]]:
+        """values: a local tensor for every graph input's role."""
+        flat = [with_strides(values[r], s) for r, s in zip(self.base.forward_inputs, self.strides, strict=True)]
+        out = self.lowered.fn(flat)
+        n = len(self.base.forward_outputs)
+        return list(zip(self.base.forward_outputs, out[:n], strict=True)), list(out[n:])
+
+    def backward(
+        self, saved: list[torch.Tensor], values: dict[Role, torch.Tensor], sync: bool, accumulated: bool
+    ) -> list[tuple[Role, torch.Tensor | None]]:
+        """Empties `saved` and `values`, so that each tensor can be freed at its last use."""
+        parts, lowered = self.backward_of(sync, accumulated)
+        strides = self.given_strides[sync, accumulated]
+        flat = [*saved, *(with_strides(values[r], s) for r, s in zip(parts.backward_inputs, strides, strict=True))]
+        saved.clear()
+        values.clear()
+        out = lowered.fn(flat)
+        return list(zip(parts.backward_outputs, out, strict=True))

@@ -1,0 +1,42 @@
+"""Pieces of a micro-batch that are no more than the real ones, from those of one device: to bound what was not solved.
+
+Whatever the strategies on w devices that share a micro-batch, each does at least 1/w of every kernel's FLOPs, reads and writes at least 1/w of its bytes, launches it all the
+same, and holds at least 1/w of every parameter and of everything kept: its part of a tensor is never smaller than the tensor over w. Communication takes no
+less than nothing. What kernels there are, and which results they keep, does not depend on strategies (`autopar.predict.fused_kernels`). So `shared(pieces, w)` is, quantity by
+quantity, at most what any solution on w devices is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from autopar.predict.pieces import Piece
+from autopar.predict.work import Stretch, Task
+
+Pieces = tuple[Piece, ...]
+_HELD = ("saved_bytes", "spared_bytes", "input_bytes", "scores_bytes", "largest_bytes", "params", "shared")
+
+
+def shared(pieces: Sequence[Piece], ways: int) -> Pieces:
+    """pieces: of a micro-batch on one device."""
+
+    def less(s: Stretch) -> Stretch:
+        out: dict[Task, float] = {}
+        for t, n in s.tasks.items():
+            small = replace(
+                t, flops=t.flops / ways, moved_bytes=t.moved_bytes / ways, even_flops=t.even_flops / ways, square_flops=t.square_flops / ways,
+                weights=t.weights / ways,
+            )  # fmt: skip
+            out[small] = out.get(small, 0.0) + n
+        return Stretch(out)
+
+    return tuple(_changed(p, less, {name: getattr(p, name) / ways for name in _HELD}) for p in pieces)
+
+
+def _changed(p: Piece, less: Callable[[Stretch], Stretch], held: dict[str, Any]) -> Piece:
+    assert {f.name for f in fields(Piece)} == {"name", "layers", "forward", "backward", "again", *_HELD}, (
+        "a quantity that bounds do not know"
+    )
+    return replace(p, forward=less(p.forward), backward=less(p.backward), again=less(p.again), **held)

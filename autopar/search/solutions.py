@@ -1,0 +1,105 @@
+"""Micro-batches of one replica: captured once for each size, solved once for each way to share them, whatever stands around them.
+
+What was solved is kept in the cache; it is captured again, because only the program itself says whether an answer is its answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture.forked import both
+from autopar.errors import LayoutError
+from autopar.hardware.cluster import Cluster
+from autopar.planner.layout import Layout
+from autopar.planner.offline import Task
+from autopar.planner.precision import Precision
+from autopar.predict.api import answered, captured
+from autopar.predict.pieces import pieces
+from autopar.predict.runtime import Runtime
+from autopar.search.cache import Cache, key_of
+from autopar.search.lower_bound import Pieces, shared
+from autopar.search.space import Shape
+
+Share = tuple[int, int, int, bool | None]  # micro-batch, tp, cp, sequence parallel
+
+
+@dataclass
+class Micros:
+    model: nn.Module
+    inputs: Mapping[str, Any]
+    cluster: Cluster
+    runtime: Runtime
+    loss_fn: Callable[..., Any] | None
+    precision: Precision | str | torch.dtype | None
+    cache: Cache
+    fork: bool = False
+    tasks: dict[int, Task] = field(default_factory=dict)
+    solved: dict[Share, Pieces | None] = field(default_factory=dict)
+    _keys: dict[Share, str] = field(default_factory=dict)
+    _ideal: dict[tuple[int, int], Pieces] = field(default_factory=dict)
+
+    def is_solved(self, shape: Shape) -> bool:
+        return share_of(shape) in self.solved
+
+    def solve(self, shares: Sequence[Share]) -> None:
+        """One or two, at once if this process may have a copy (`autopar.capture.forked`)."""
+        missing = [s for s in shares if self.key(s) not in self.cache]
+        if self.fork and len(missing) == 2:
+            found = list(both(lambda: self.answer(missing[0]), lambda: self.answer(missing[1])))
+        else:
+            found = [self.answer(s) for s in missing]
+        for share, made in zip(missing, found, strict=True):
+            self.cache[self.key(share)] = made
+        for share in shares:
+            self.solved[share] = self.cache[self.key(share)]
+
+    def pieces(self, shape: Shape) -> Pieces | None:
+        """None where the model cannot be shared so."""
+        return self.solved[share_of(shape)]
+
+    def alone(self, size: int) -> Pieces:
+        """Of a micro-batch on one device."""
+        share = (size, 1, 1, None)
+        if share not in self.solved:
+            self.solve([share])
+        found = self.solved[share]
+        assert found is not None
+        return found
+
+    def ideal(self, size: int, ways: int) -> Pieces:
+        """At most the pieces of a micro-batch that so many devices share."""
+        if (size, ways) not in self._ideal:
+            self._ideal[size, ways] = shared(self.alone(size), ways)
+        return self._ideal[size, ways]
+
+    # ---- parts -----------------------------------------------------------------------------------------------------
+
+    def task(self, size: int) -> Task:
+        if size not in self.tasks:
+            self.tasks[size] = captured(self.model, self.inputs, size, self.cluster, self.loss_fn, self.precision, None, self.fork)
+        return self.tasks[size]
+
+    def key(self, share: Share) -> str:
+        if share not in self._keys:
+            size, tp, cp, sequence_parallel = share
+            self._keys[share] = key_of(self.task(size), tp, cp, sequence_parallel, self.runtime.fusion)
+        return self._keys[share]
+
+    def answer(self, share: Share) -> Pieces | None:
+        size, tp, cp, sequence_parallel = share
+        layout = Layout(tp=tp, cp=cp, micro_batch=size, sequence_parallel=sequence_parallel)
+        try:
+            return pieces(answered(self.task(size), layout), self.runtime.fusion)
+        except LayoutError:
+            if tp * cp == 1:
+                raise
+            return None
+
+
+def share_of(shape: Shape) -> Share:
+    return (shape.micro_batch, shape.tp, shape.cp, shape.sequence_parallel)
