@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import pytest
-from benchmarks.baselines.recompute import as_compiled
 
 from autopar.cost import Cost
 from autopar.cost.fusion import Storages
@@ -17,6 +16,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Plan
 from autopar.rules import lookup
 from benchmarks.baselines.program import Program, capture_program
+from benchmarks.baselines.recompute import as_compiled
 from tests.models import ZOO
 
 H100 = Cluster.of("h100:1")
