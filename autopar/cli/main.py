@@ -238,10 +238,10 @@ def _plan(
     shape = None if mesh is None else _mesh(mesh)
     console = Console(stderr=True, highlight=False)
 
-    def tell(stage: str, seconds: float) -> None:
+    def on_progress(stage: str, seconds: float) -> None:
         console.print(f"{stage}: {seconds:.1f} s", markup=False)
 
-    from autopar.capture import forked as fork
+    from autopar.capture.in_subprocess import is_worthwhile
 
     start = time.perf_counter()
     with console.status("planning"):
@@ -250,12 +250,12 @@ def _plan(
         does: Callable[..., Any] = getattr(importlib.import_module("autopar.planner.offline"), verb)
         if cli_options.alone:
             gc.freeze()  # modules stay: nobody looks through them for garbage, not even in the end
-        tell("imports and configuration", time.perf_counter() - start)
+        on_progress("imports and configuration", time.perf_counter() - start)
         options = {k: v for k, v in (("seconds", time_limit), ("gap", gap)) if v is not None}
         return does(
             module, shapes, cluster, shape,
-            precision=precision, optimizer=optimizer, grad_accumulation=grad_accumulation, layout=layout, memory=budget, offload=offload, options=options or None, progress=tell,
-            fork=cli_options.alone and fork.useful(), **asked,
+            precision=precision, optimizer=optimizer, grad_accumulation=grad_accumulation, layout=layout, memory=budget, offload=offload, options=options or None, progress=on_progress,
+            in_subprocess=cli_options.alone and is_worthwhile(), **asked,
         )  # fmt: skip
 
 

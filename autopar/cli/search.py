@@ -54,13 +54,13 @@ def search(
     with _interruptible(screen):
         try:
             module, shapes = built(model, layers, batch, seq)
-            from autopar.capture.forked import useful
+            from autopar.capture.in_subprocess import is_worthwhile
             from autopar.search import search as run
 
             with screen.console.status("searching"):
                 found = run(
                     module, shapes, cluster, global_batch=batch, top_k=top, runtime=runtime, memory=budget, precision=precision, optimizer=optimizer,
-                    progress=screen.tell, cache=cache, fork=cli_options.alone and useful(),
+                    progress=screen.on_progress, cache=cache, in_subprocess=cli_options.alone and is_worthwhile(),
                 )  # fmt: skip
         except KeyboardInterrupt:
             if screen.best:
@@ -122,7 +122,7 @@ class _Screen:
         self.stopped = False
         self.began = self.told = time.monotonic()
 
-    def tell(self, p: Progress) -> None:
+    def on_progress(self, p: Progress) -> None:
         self.best = p.best
         if self.stopped:  # what it raised was swallowed, in the middle of an import or by a callback
             raise KeyboardInterrupt
