@@ -82,7 +82,7 @@ class Page:
             if b.language not in ("", "bash", "sh"):
                 continue
             for line in b.text.replace("\\\n", " ").splitlines():
-                if found := re.match(r"(?:\$ )?((?:[A-Z_]+=\S+ )*(?:autopar|python -m|torchrun|make|pip install) .*)", line):
+                if found := re.match(r"(?:\$ )?((?:[A-Z_]+=\S+ )*(?:autopar|python|torchrun|make|pip install) .*)", line):
                     out.append(found[1])
         return out
 

@@ -162,12 +162,13 @@ def parse_autopar(words: list[str]) -> None:
     command.make_context(name, rest, parent=context)
 
 
-def parse_module(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python -m` something, by its own parser."""
-    name, *arguments = words
-    if name == "autopar":
+def parse_python(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Python runs, `-m` a module or a script, by its own parser."""
+    module = words[0] == "-m"
+    name, *arguments = words[module:]
+    if module and name == "autopar":
         return parse_autopar(arguments)
-    assert importlib.util.find_spec(name), f"there is no module {name}"
+    assert importlib.util.find_spec(name) if module else (ROOT / name).exists(), f"there is no {name}"
     real = argparse.ArgumentParser.parse_args
 
     def parse(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
@@ -175,9 +176,12 @@ def parse_module(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         raise Parsed
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
-    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
     with pytest.raises(Parsed):
-        runpy.run_module(name, run_name="__main__")
+        if module:
+            runpy.run_module(name, run_name="__main__")
+        else:
+            runpy.run_path(str(ROOT / name), run_name="__main__")
 
 
 def parse_torchrun(words: list[str]) -> None:
@@ -202,7 +206,7 @@ def parse(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
         case "autopar":
             parse_autopar(words[1:])
         case "python":
-            parse_module(words[2:], monkeypatch)
+            parse_python(words[1:], monkeypatch)
         case "torchrun":
             parse_torchrun(words[1:])
         case "pip":
