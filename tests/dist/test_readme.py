@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import readme
 from tests.documents import page
 
 Torchrun = Callable[..., str]
@@ -59,3 +60,8 @@ def _quoted() -> list[tuple[str, str]]:
     """Lines of dumped graphs that docs/debugging.md shows, by the file they are in."""
     block = next(b for b in page("docs/debugging.md").blocks if b.text.startswith("%gelu"))
     return list(zip(("00-captured.txt", "02-shard.txt"), block.text.strip().splitlines(), strict=True))
+
+
+def test_readme_plan_is_what_its_command_prints() -> None:
+    text = readme.README.read_text()
+    assert readme.printed(readme.command(text)) == readme.shown(text), "run python -m benchmarks.readme"
