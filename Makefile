@@ -46,7 +46,7 @@ wide: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m wide tests
 
 docs: $(DOCUMENTED) tree
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 $(DOCUMENTED): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet -e ".[docs]"
