@@ -113,7 +113,7 @@ def published(results: dict[str, Result]) -> str:
     sweeps = {name: v for name, v in r["ranks"].items() if name != "all"}
     first = sum(v["place of the best"] == 1 for v in sweeps.values())
     constants = len(r["constants"])
-    alone = next((v for k, v in r["step time"].items() if k.startswith("left out: ")), {})
+    alone: Result = next((v for k, v in r["step time"].items() if k.startswith("left out: ")), {})
     two = "".join(
         f"Two runs of Llama-175B with 8k tokens on 256 H800 were left out together: {share(v['mean'])} off on average, {share(v['max'])} at most."
         for v in alone.values()
@@ -162,7 +162,8 @@ Collectives over gloo, {size(min(sent))} to {size(max(sent))}: the median error 
 
 def equal_memory(results: dict[str, Result]) -> str:
     runs = [r for name in ("memory", "memory_t5") for r in results[name]["runs"]]
-    rows, counts = [], defaultdict(lambda: [0, 0])
+    rows: list[list[str]] = []
+    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for model in dict.fromkeys(r["model"] for r in runs):
         row = [model]
         for fusion in ("planned", "compiled"):
