@@ -13,8 +13,7 @@ import autopar
 from autopar.errors import AutoparError
 from autopar.plan.plan import Plan
 from autopar.plan.schema import dumps
-from autopar.planner import budgets
-from autopar.planner import stages
+from autopar.planner import budgets, stages
 from autopar.planner.infeasible import InfeasibleError
 from autopar.solver.solve import NoAnswer
 
