@@ -1,6 +1,6 @@
 """Plans an expert would make, each at three neighbouring sizes.
 
-Prices are those of `autopar/clusters/h100.json`; no constant was chosen for a test. Deep models are folded from shallow captures on the meta device.
+Prices are those of `autopar/hardware/clusters/h100.json`; no constant was chosen for a test. Deep models are folded from shallow captures on the meta device.
 
 Where the batch cannot cover the mesh, the textbook answer is tensor parallelism inside a node. By these prices that holds while a device has
 few tokens (256 of Llama-3-8B here): then moving them is cheaper than moving weights. With a thousand tokens a device it no longer is: products split the

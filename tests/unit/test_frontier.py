@@ -221,7 +221,7 @@ def policies(what: str, heavy: bool = False, size: float = 1.0, **counts: int) -
     return PolicyCounts("layers.*.mlp", what, heavy, size, Counter({k.replace("_", ":").replace("0", " "): n for k, n in counts.items()}))
 
 
-def test_changes_of_fates() -> None:
+def test_changes_of_policies() -> None:
     a = {
         "x": policies("silu", size=2.0, save=80),
         "y": policies("mm", True, not0needed=80),
