@@ -26,6 +26,7 @@ from autopar.solver.frontier import Answer, Floor, Relaxation, Relaxed, pareto, 
 from autopar.solver.model import Program
 from autopar.solver.problem import Decision, Problem
 from autopar.solver.solve import Infeasible, NoAnswer, Solution, smallest, whole
+from autopar.text.sizes import format_bytes
 
 SETS = 2  # sets of strategies whose fates are decided at one budget
 SLACK = 2e-3  # relative: a relaxation that cannot raise the bound by more is not solved
@@ -318,7 +319,7 @@ def within_budget(stages: Stages) -> Found:
         if not found:
             smallest = least(stages)
             if isinstance(smallest.answer, Infeasible) and budgets.bounding.at(budget_bytes, stages.left) is not None:
-                raise NoAnswer(f"of what was found in time, {smallest.answer.least_bytes / 1e9:.2f} GB a device is the least", -math.inf)
+                raise NoAnswer(f"of what was found in time, {format_bytes(smallest.answer.least_bytes)} a device is the least", -math.inf)
             return smallest
         best = budgets.bounded(min(found, key=lambda a: a.time_s)).item
     stages.tell("within the budget", time.perf_counter() - stages.start)

@@ -32,6 +32,7 @@ from autopar.solver.fold import Folded
 from autopar.solver.problem import BACKWARD, FORWARD, Decision, Problem
 from autopar.solver.solve import Infeasible, Limits, Solution
 from autopar.text.sizes import format_bytes
+from autopar.text.times import format_time
 
 SHOWN = 8  # strategies, names
 CHANGE = 0.005  # of the step: smaller changes of an account are not told
@@ -302,7 +303,7 @@ def _answer(
     if isinstance(found.answer, Infeasible):
         return Explanation("does not fit", f"{title}\nNo plan fits, with or without it: {_lacking(found.answer)}")
     plan = _plan(folded, mesh, setting, found)
-    lines = [title, f"The plan has {_what(asked, folded, plan)}: step {_time(found.answer.objective_s)}."]
+    lines = [title, f"The plan has {_what(asked, folded, plan)}: step {format_time(found.answer.objective_s)}."]
     step = found.answer.objective_s
     if isinstance(instead.answer, Infeasible):
         lines.append(f"As asked, no plan fits: {_lacking(instead.answer)}")
@@ -312,9 +313,9 @@ def _answer(
     other = _plan(folded, mesh, setting, instead)
     now = instead.answer.objective_s
     if now <= step * (1 + max(found.answer.gap, instead.answer.gap)):
-        lines.append(f"As asked, {_what(asked, folded, other)}: step {_time(now)}, as good within the solver's gap.")
+        lines.append(f"As asked, {_what(asked, folded, other)}: step {format_time(now)}, as good within the solver's gap.")
     else:
-        lines.append(f"As asked, {_what(asked, folded, other)}: step {_time(now)}, {100 * (now / step - 1):+.2f}%.")
+        lines.append(f"As asked, {_what(asked, folded, other)}: step {format_time(now)}, {100 * (now / step - 1):+.2f}%.")
     lines += _changes(found, instead)
     moved = collectives(plan, other)
     if moved:
@@ -364,7 +365,7 @@ def _changes(found: Found, instead: Found) -> list[str]:
     for key in dict.fromkeys((*before, *after)):
         x, y = before.get(key, 0.0), after.get(key, 0.0)
         if abs(x - y) > CHANGE * found.answer.objective_s:
-            lines.append(f"  {key[0]:<9} {key[1]:<8} {_time(x)} -> {_time(y)}")
+            lines.append(f"  {key[0]:<9} {key[1]:<8} {format_time(x)} -> {format_time(y)}")
     peaks = [max(a.price.row_bytes, default=0.0) for a in (found.answer, instead.answer)]
     if abs(peaks[0] - peaks[1]) > 0.01 * max(peaks):
         lines.append(f"  peak memory        {format_bytes(peaks[0])} -> {format_bytes(peaks[1])}")
@@ -384,7 +385,3 @@ def accounts(problem: Problem, decision: Decision) -> dict[tuple[str, str], floa
         for a, t in times.items():
             busy[a] += t
     return {(problem.stages[a.stage], a.resource): busy[i] for i, a in enumerate(problem.accounts) if busy[i]}
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:,.3f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:,.2f} us"

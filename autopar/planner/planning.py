@@ -15,6 +15,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Plan
 from autopar.planner import budgets
 from autopar.planner.budgets import GRACE
+from autopar.planner.figures import figures
 from autopar.planner.formulation.apply import apply, blocking
 from autopar.planner.formulation.layouts import by_role, forbidden
 from autopar.planner.formulation.names import Names
@@ -209,6 +210,7 @@ def plan_of(step: Step, done: Found, budget_bytes: float) -> Plan:
         predicted={
             "step_time_s": found.objective_s,
             **stages,
+            **figures(folded, step.mesh, step.cluster, done.problem, found.decision, found.objective_s),
             "peak_memory_bytes": max(found.price.row_bytes),
             "blocking_collectives": blocking(done.problem, done.names, found.decision),
             "budget_bytes": budget_bytes,
