@@ -22,10 +22,11 @@ from autopar.capture.forked import both
 from autopar.capture.randomness import refuse_unknown_random
 from autopar.capture.tile import Both, expand_params, layer_periods, least_depth, tiled
 from autopar.cost.optimizers import kind_of
-from autopar.errors import AutoparError, CaptureError, MeshError
+from autopar.errors import AutoparError, CaptureError
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Plan
+from autopar.planner.axes import mesh_axes, refuse_unfilled
 from autopar.planner.explain import Explanation, explain_graph
 from autopar.planner.formulation.setting import Setting
 from autopar.planner.frontier import Frontier, frontier_graph
@@ -82,6 +83,7 @@ def plan(
     Raises InfeasibleError when nothing fits, CaptureError, MeshError, ClusterError, LayoutError.
     """
     tell = _Stages(progress)
+    refuse_unfilled(mesh_axes(mesh, where := Cluster.of(cluster)), where)
     t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, tell, fork)
     limits = Limits(**(options or {}))  # type: ignore[arg-type]
     least = Memory.of(memory).least
@@ -124,6 +126,7 @@ def frontier(
         raise AutoparError(
             "a frontier ends at the least memory anyway", fix="leave memory= out, or give the most bytes that a plan may need"
         )
+    refuse_unfilled(mesh_axes(mesh, where := Cluster.of(cluster)), where)
     t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, tell, fork)
     most = math.inf if wish.budget_bytes is None else wish.budget_bytes
     found = _frontier(t, points, Limits(**(options or {})), tell, layout, most)  # type: ignore[arg-type]
@@ -156,6 +159,7 @@ def explain(
     "tp:out" (a loop, as `print(plan)` or the operator's rule names it), "Shard(1) over tp" (a dim of the result or of the parameter) or "Replicate over dp".
     """
     tell = _Stages(progress)
+    refuse_unfilled(mesh_axes(mesh, where := Cluster.of(cluster)), where)
     t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, tell, fork)
     limits = Limits(**(options or {}))  # type: ignore[arg-type]
     setting = t.setting
@@ -269,21 +273,3 @@ def _of_the_whole(made: Plan, folded: Folded, model: nn.Module) -> Plan:
         modules=modules_of(folded.graph),
         solver={**made.solver, **({"capture": folded.note} if folded.note else {})},
     )
-
-
-def mesh_axes(mesh: str | Mapping[str, int] | None, cluster: Cluster) -> dict[str, int]:
-    """Axis sizes by name; axes without names are dp, tp or axis0, axis1, ..."""
-    if isinstance(mesh, Mapping):
-        axes = dict(mesh)
-    else:
-        sizes = [n for n in (cluster.nodes, cluster.devices_per_node) if n > 1] or [1]
-        if mesh is not None:
-            try:
-                sizes = [int(n) for n in mesh.lower().split("x")]
-            except ValueError:
-                raise MeshError(f"{mesh!r} is not a mesh", fix='write sizes such as "32x8"') from None
-        names = ("dp", "tp") if len(sizes) <= 2 else tuple(f"axis{i}" for i in range(len(sizes)))
-        axes = dict(zip(names, sizes, strict=False))
-    if any(n < 1 for n in axes.values()):
-        raise MeshError(f"a mesh axis has at least one device: {axes}", fix="write positive sizes")
-    return axes

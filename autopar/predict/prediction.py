@@ -47,6 +47,11 @@ class Prediction:
         return self.peak_bytes <= self.usable_bytes
 
     @property
+    def exposed_s(self) -> float:
+        """What communication adds: of tensor, context and data parallelism. Hops of a pipeline are in its bubble."""
+        return sum(s for part, s in self.parts_s.items() if part.endswith("parallel"))
+
+    @property
     def tokens_per_s(self) -> float:
         """Over all devices."""
         return self.tokens / self.step_time_s
