@@ -55,7 +55,7 @@ SAID = {
 
 def text(plan: Decisions) -> str:
     mesh = " x ".join(f"{n}={s}" for n, s in plan.mesh_axes.items())
-    lines = [f"plan: layout {plan.layout} on mesh {mesh}, batch split {plan.data_size} ways"]
+    lines = [f"plan: layout {plan.layout} on mesh {mesh}, {_batch(plan)}"]
     lines += _blocks(plan)
     lines += _collectives(plan)
     lines.append(f"fallbacks (ops without a rule, replicated): {plan.fallbacks or 'none'}")
@@ -69,6 +69,16 @@ def text(plan: Decisions) -> str:
     if "capture" in plan.solver:
         lines.append(f"capture: {plan.solver['capture']}")
     return "\n".join(lines)
+
+
+def _batch(plan: Decisions) -> str:
+    """Over how many devices it is split; and why not over more, where it does not divide."""
+    ways = f"{plan.data_size} {'way' if plan.data_size == 1 else 'ways'}"
+    batch = next(iter(Counter(p.shape[0] for p in plan.inputs if p.shape).most_common(1)), (0, 0))[0]
+    size = plan.mesh.size
+    if batch > 1 and batch % size and size % batch:
+        return f"batch of {batch} split {ways}: it does not divide over {size} devices"
+    return f"batch split {ways}"
 
 
 # ---- layers ------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.plan.diff import collectives
 from autopar.plan.plan import Plan
 from autopar.plan.text import HEAVY, LETTERS, placed, strategy
+from autopar.planner.axes import divides_poorly
 from autopar.planner.formulation.apply import apply
 from autopar.planner.formulation.layouts import by_role, forbidden
 from autopar.planner.formulation.names import Names
@@ -26,6 +27,7 @@ from autopar.planner.formulation.setting import Setting
 from autopar.planner.layout import Layout
 from autopar.planner.refit import leaf_names
 from autopar.planner.stages import WHOLE_AXES, Found, Stages
+from autopar.planner.storage import batch_size
 from autopar.rules import lookup
 from autopar.rules.grammar import Rule
 from autopar.solver.fold import Folded
@@ -301,12 +303,12 @@ def _answer(
     title: str, asked: _Asked, wishes: Mapping[str, _Wish], folded: Folded, mesh: Mesh, setting: Setting, found: Found, instead: Found
 ) -> Explanation:
     if isinstance(found.answer, Infeasible):
-        return Explanation("does not fit", f"{title}\nNo plan fits, with or without it: {_lacking(found.answer)}")
+        return Explanation("does not fit", f"{title}\nNo plan fits, with or without it: {_lacking(found.answer, folded, mesh)}")
     plan = _plan(folded, mesh, setting, found)
     lines = [title, f"The plan has {_what(asked, folded, plan)}: step {format_time(found.answer.objective_s)}."]
     step = found.answer.objective_s
     if isinstance(instead.answer, Infeasible):
-        lines.append(f"As asked, no plan fits: {_lacking(instead.answer)}")
+        lines.append(f"As asked, no plan fits: {_lacking(instead.answer, folded, mesh)}")
         return Explanation("does not fit", "\n".join(lines), step)
     if _has(asked, wishes, found, mesh):
         return Explanation("does", "\n".join([lines[0], f"So it is in the plan. {lines[1]}"]), step, step)
@@ -323,10 +325,9 @@ def _answer(
     return Explanation("costs", "\n".join(lines), step, now)
 
 
-def _lacking(answer: Infeasible) -> str:
-    return (
-        f"memory, {answer.position}: {format_bytes(answer.shortfall_bytes)} too much ({format_bytes(answer.least_bytes)} a device would do)"
-    )
+def _lacking(answer: Infeasible, folded: Folded, mesh: Mesh) -> str:
+    why = divides_poorly(batch_size(folded.graph.inputs), mesh.parents) or f"{format_bytes(answer.least_bytes)} a device would do"
+    return f"memory, {answer.position}: {format_bytes(answer.shortfall_bytes)} too much ({why})"
 
 
 def _plan(folded: Folded, mesh: Mesh, setting: Setting, found: Found) -> Plan:

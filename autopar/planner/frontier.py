@@ -165,7 +165,7 @@ def frontier_graph(
         budgets = Budgets(step.stages)
         answers = budgets.frontier(points, most_bytes, known)
     if isinstance(answers, Infeasible):
-        raise does_not_fit(answers)
+        raise does_not_fit(answers, step)
     late = budgets.late
     plans = [finish(plan_of(step, a.item, a.peak_bytes)) for a in answers]
     kept = [fates(a.item) for a in answers]
