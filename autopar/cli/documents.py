@@ -26,7 +26,7 @@ class Document(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    def text(self) -> str:
+    def dumps(self) -> str:
         return self.model_dump_json()
 
 
@@ -181,27 +181,27 @@ def plan_document(plan: Plan) -> str:
     return PlanDocument(
         cluster=plan.cluster, mesh=dict(plan.mesh_axes), layout=plan.layout, batch_ways=plan.data_size, predicted=plan.predicted, solver=plan.solver,
         fallbacks=plan.fallbacks, plan=json.loads(schema.dumps(plan)),
-    ).text()  # fmt: skip
+    ).dumps()  # fmt: skip
 
 
 def difference_document(a: Plan, b: Plan, text: str) -> str:
     x, y = a.predicted, b.predicted
     changed = {k: (x.get(k), y.get(k)) for k in {**x, **y} if x.get(k) != y.get(k)}
-    return DifferenceDocument(equal=not text, lines=text.splitlines(), predicted=changed).text()
+    return DifferenceDocument(equal=not text, lines=text.splitlines(), predicted=changed).dumps()
 
 
 def explanation_document(operator: str, placement: str, found: Explanation) -> str:
     return ExplanationDocument(
         operator=operator, placement=placement, verdict=found.verdict, step_s=found.step_s, instead_s=found.instead_s, text=found.text
-    ).text()  # fmt: skip
+    ).dumps()  # fmt: skip
 
 
 def frontier_document(found: Frontier) -> str:
-    return FrontierDocument.model_validate(json.loads(found.to_json())).text()
+    return FrontierDocument.model_validate(json.loads(found.to_json())).dumps()
 
 
 def search_document(rows: list[dict[str, Any]], complete: bool) -> str:
-    return SearchDocument(complete=complete, layouts=[LayoutRow(**row) for row in rows]).text()
+    return SearchDocument(complete=complete, layouts=[LayoutRow(**row) for row in rows]).dumps()
 
 
 def prediction_document(p: Prediction) -> str:
@@ -210,13 +210,13 @@ def prediction_document(p: Prediction) -> str:
         micro_batches=p.micro_batches, step_time_s=p.step_time_s, tokens_per_s=p.tokens_per_s, mfu=p.mfu(), mfu_square=p.mfu("square"),
         exposed_s=p.exposed_s, parts_s=dict(p.parts_s), peak_bytes=p.peak_bytes, usable_bytes=p.usable_bytes, fits=p.fits,
         memory_bytes=[dict(rank) for rank in p.memory_bytes], layers=list(p.layers),
-    ).text()  # fmt: skip
+    ).dumps()  # fmt: skip
 
 
 def calibration_document(found: Calibration, file: Path) -> str:
     constants = {path: Constant(value=f.value, relative_sd=f.relative_sd) for path, f in found.fitted.items()}
     cluster = found.cluster.model_dump(mode="json")
-    return CalibrationDocument(file=str(file), seconds=found.seconds, constants=constants, cluster=cluster).text()
+    return CalibrationDocument(file=str(file), seconds=found.seconds, constants=constants, cluster=cluster).dumps()
 
 
 # ---- saying what they are ------------------------------------------------------------------------------------------

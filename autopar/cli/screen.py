@@ -17,7 +17,8 @@ class Screen:
     def __init__(self, doing: str) -> None:
         self.doing, self.began = doing, time.monotonic()
         self.console = Console(stderr=True, highlight=False, quiet=not voice().tells)
-        self.status = self.console.status(doing)
+        self.now, self.since = doing, self.began
+        self.status = self.console.status(_Now(self))
 
     def __enter__(self) -> Screen:
         self.status.start()
@@ -28,7 +29,7 @@ class Screen:
 
     def __call__(self, stage: str, seconds: float) -> None:
         if isinstance(stage, Begun):
-            self.status.update(f"{self.doing}: {stage}")
+            self.now, self.since = f"{self.doing}: {stage}", time.monotonic()
         else:
             self.line(f"  {stage}" if isinstance(stage, Note) else f"{stage}: {seconds:.1f} s")
 
@@ -38,3 +39,13 @@ class Screen:
     def timed(self, text: str) -> None:
         """With the seconds since it began."""
         self.line(f"{time.monotonic() - self.began:5.1f} s  {text}")
+
+
+class _Now:
+    """What is done now and for how long: looked at whenever the spinner turns, since the solver tells nothing while it runs."""
+
+    def __init__(self, screen: Screen) -> None:
+        self.screen = screen
+
+    def __rich__(self) -> str:
+        return f"{self.screen.now}, {time.monotonic() - self.screen.since:.0f} s"

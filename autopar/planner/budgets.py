@@ -81,12 +81,14 @@ class Budgets:
     def frontier(self, count: int, most_bytes: float = math.inf, known: Sequence[Found] = ()) -> list[Answer[Found]] | Infeasible:
         """At most `count` answers, the fastest first: of the budgets from the least memory to the most. known: answers that others found."""
         start = time.perf_counter()
+        self.stages.begin("fastest")
         for i in range(len(self.wholes)):
             self.relaxed(i, most_bytes)
         ends = [*map(_answer, known), *self.ask(most_bytes)]
         self.floor.levels += [(found.problem.budget_bytes, found.answer.bound_s) for found in known if isinstance(found.answer, Solution)]
         self.stages.tell("fastest", time.perf_counter() - start)
         start = time.perf_counter()
+        self.stages.begin("least memory")
         smallest = self.least()
         self.end_bytes = _answer(smallest).peak_bytes
         ends = [a for a in (*ends, _answer(smallest)) if a.peak_bytes <= most_bytes]
@@ -94,6 +96,7 @@ class Budgets:
             return over(smallest, most_bytes)
         self.stages.tell("least memory", time.perf_counter() - start)
         start = time.perf_counter()
+        self.stages.begin("between")
         ends += self.no_slower(pareto(ends)[0])
         found = trace(ends, self.ask_in_time, count, lambda: not self.late, STEP, SAME)
         found = [self.bounded(a) for a in found]

@@ -40,6 +40,7 @@ from autopar.planner.request import setting
 from autopar.planner.stages import WHOLE_AXES, Found
 from autopar.solver.fold import Folded, fold
 from autopar.solver.solve import Limits
+from autopar.text.stages import Begun
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def plan(
     one call, with its share of the reduction of gradients and of that step. memory: budget of a device in bytes; "fastest", as by default: what it has, less a reserve; "least": the plan of the smallest
     peak instead of the fastest one. offload: where activations may be kept besides the device: "host",
     False or an `Offload`; default nowhere. layout: the best plan that is this hand
-    layout. options: "seconds" and "gap" of the solver. progress: called with a stage's name and its seconds. fork: captures two depths of the model at
+    layout. options: "seconds" and "gap" of the solver. progress: called with a stage's name and its seconds (`autopar.text.stages` says with what else). fork: captures two depths of the model at
     once, one in a forked process: not where other threads run or CUDA is in use.
 
     Raises InfeasibleError when nothing fits, CaptureError, MeshError, ClusterError, LayoutError.
@@ -217,6 +218,7 @@ def task(
         refuse_unknown_random(found.gm)
         return describe(found)
 
+    tell(Begun("capture"), 0.0)
     start = time.perf_counter()
     folded = program(model, captured, both if fork else None)
     tell("capture", time.perf_counter() - start)

@@ -32,6 +32,7 @@ from autopar.solver.fold import Folded, fold, grouped, handed_on_bytes
 from autopar.solver.problem import Problem
 from autopar.solver.solve import Infeasible, Limits, Solution
 from autopar.text.sizes import format_bytes
+from autopar.text.stages import Begun
 
 TOGETHER = 2, 3, 4  # layers that are taken as one where nothing fits otherwise, or nothing good
 POOR = 0.02  # a gap, relative, from which that is tried
@@ -71,6 +72,7 @@ class Step:
     ) -> Step:
         mesh = Mesh.of(dict(mesh_axes))
         tell = progress or (lambda stage, seconds: None)
+        tell(Begun("fold"), 0.0)
         start = time.perf_counter()
         folded = fold(graph) if isinstance(graph, Graph) else graph
         tell("fold", time.perf_counter() - start)
