@@ -144,7 +144,7 @@ class _Roles:
         elif len(uneven) == len(loops):
             why = f"of {what} it has {sizes}, which {'does' if len(loops) == 1 else 'do'} not divide"
         else:
-            why = f"what it gives is not put together from parts of {what} ({sizes})"
+            why = f"no way of splitting it goes along {what} ({sizes})"
         home = LAYER.sub("*", op.module) or op.name
         return LayoutError(
             f"layout {self.layout.name} cannot split {home} over {over}: {why}",
