@@ -191,8 +191,8 @@ def difference_document(a: Plan, b: Plan, text: str) -> str:
 
 
 def explanation_document(operator: str, placement: str, found: Explanation) -> str:
-    return ExplanationDocument(
-        operator=operator, placement=placement, verdict=found.verdict, step_s=found.step_s, instead_s=found.instead_s, text=found.text
+    return ExplanationDocument.model_validate(
+        {"operator": operator, "placement": placement, "verdict": found.verdict, "step_s": found.step_s, "instead_s": found.instead_s, "text": found.text}
     ).dumps()  # fmt: skip
 
 

@@ -69,7 +69,7 @@ def voiced(run: Callable[..., None]) -> Callable[..., None]:
     ]
     command.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *more])  # type: ignore[attr-defined]
     command.__annotations__ = {**{p.name: p.annotation for p in signature.parameters.values()}, "verbose": Verbose, "quiet": Quiet}
-    del command.__wrapped__  # type: ignore[attr-defined]  # whose options would be taken for this one's
+    del command.__wrapped__  # whose options would be taken for this one's
     return command
 
 

@@ -174,9 +174,9 @@ class Stages:
         if seen.price is not None and seen.price.feasible and not _runs_again(problem, seen.decision):
             spent = time.perf_counter() - start
             answer = Solution(seen.decision, seen.price, seen.bound_s, spent, seen.stopped_by, seen.variables, seen.rows)
-            best = Found(mesh, problem, f.names, v.shrunk, v.rules, answer)
-            self.so_far(mesh, seen.bound_s, best)
-            return best
+            done = Found(mesh, problem, f.names, v.shrunk, v.rules, answer)
+            self.so_far(mesh, seen.bound_s, done)
+            return done
         bound_s = seen.bound_s
         self.so_far(mesh, bound_s, None)
         best = self.cut(mesh, seen.decision.strategies, bound_s, None, coarse)

@@ -10,6 +10,7 @@ import autopar
 from autopar.hardware.cluster import Cluster
 from autopar.planner.figures import exposed_s
 from autopar.solver.problem import Account, Arc, Choice, Decision, End, Flow, Problem, Value
+from autopar.text.sizes import format_amount
 from autopar.text.times import format_time
 
 
@@ -75,3 +76,12 @@ def test_what_has_no_tokens_is_counted_in_samples() -> None:
     # The input has no gradient: two products of the three.
     assert p["mfu"] == pytest.approx(4 * 64 * 1024 * 4096 / (p["step_time_s"] * 2 * Cluster.of("h100:2").device.peak("bfloat16")))
     assert "samples/s" in made.text() and "exposed communication" in made.text()
+
+
+def test_rates_have_units_too() -> None:
+    assert [format_amount(n, "FLOP/s") for n in (0, 999, 3.844e8, 8.018e10)] == [
+        "0 FLOP/s",
+        "999 FLOP/s",
+        "384.40 MFLOP/s",
+        "80.18 GFLOP/s",
+    ]
