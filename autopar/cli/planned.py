@@ -16,7 +16,6 @@ from autopar.cli import options as cli_options
 from autopar.cli.options import built
 from autopar.cli.screen import Screen
 from autopar.errors import MeshError
-from autopar.hardware.cluster import Cluster
 from autopar.planner.axes import mesh_axes, refuse_unfilled
 from autopar.planner.memory import NAMES
 from autopar.text.sizes import parse_bytes
@@ -59,12 +58,27 @@ class Step:
     time_limit: float | None
     gap: float | None
 
+    def check(self, mesh: str | dict[str, int] | None) -> None:
+        """Raises what the planner would raise of these words after seconds of imports and of building the model."""
+        from autopar.cost.optimizers import kind_of
+        from autopar.graph.mesh import Mesh
+        from autopar.hardware.cluster import Cluster
+        from autopar.planner.layout import Layout
+        from autopar.planner.offload import Offload
+
+        where = Cluster.of(self.cluster)
+        axes = mesh_axes(mesh, where)
+        refuse_unfilled(axes, where)
+        kind_of(self.optimizer)
+        Offload.of(self.offload, where)
+        if self.layout is not None:
+            Layout.of(self.layout, Mesh.of(axes))
+
     def ask(self, verb: str, **asked: str | int) -> Any:
         """What `verb` of `autopar.planner.offline` (plan, explain, frontier) answers, with progress. What needs no model is checked before one is built."""
         budget = self.memory if self.memory is None or self.memory in NAMES else parse_bytes(self.memory, "--memory")
         shape = None if self.mesh is None else _mesh(self.mesh)
-        where = Cluster.of(self.cluster)
-        refuse_unfilled(mesh_axes(shape, where), where)
+        self.check(shape)
         from autopar.capture import forked as fork
 
         start = time.perf_counter()

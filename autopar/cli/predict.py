@@ -8,7 +8,6 @@ import typer
 
 from autopar.cli.options import AsJson, Batch, Computed, Devices, How, Model, Sequence, SomeLayers, StateOf, built
 from autopar.cli.screen import Screen
-from autopar.hardware.cluster import Cluster
 from autopar.planner.layout import RECOMPUTE, Layout
 
 
@@ -39,6 +38,8 @@ def predict(
         tp=tp, cp=cp, pp=pp, virtual=virtual, micro_batch=micro_batch, zero=zero, recompute=recompute, offload=offload,
         sequence_parallel=sequence_parallel,
     )  # fmt: skip
+    from autopar.hardware.cluster import Cluster
+
     layout.replicas(Cluster.of(cluster).size)  # said before a model is built
     with Screen("predicting") as tell:
         module, shapes = built(model, layers, batch, seq)

@@ -19,7 +19,6 @@ from rich.console import Console
 from autopar.cli import options as cli_options
 from autopar.cli.options import INTERRUPTED, AsJson, Batch, Computed, Devices, How, Model, Sequence, SomeLayers, StateOf, built, writable
 from autopar.cli.screen import Screen
-from autopar.hardware.cluster import Cluster
 from autopar.text.sizes import parse_bytes
 from autopar.text.times import format_time
 
@@ -50,6 +49,8 @@ def search(
         if path is not None:
             writable(path, "What was found", where)
     budget = None if memory is None else parse_bytes(memory, "--memory")
+    from autopar.hardware.cluster import Cluster
+
     Cluster.of(cluster)  # an error is said before a model is built
     screen = Screen("searching")
     seen = _Seen(screen)

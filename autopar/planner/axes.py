@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from autopar.errors import MeshError
-from autopar.hardware.cluster import Cluster
+
+if TYPE_CHECKING:
+    from autopar.hardware.cluster import Cluster
 
 SHOWN = 4  # shapes of a mesh that are proposed
 

@@ -109,6 +109,12 @@ def test_the_plan_in_it_is_the_plan(printed: Callable[[str], dict[str, Any]], tm
     assert p["tokens_per_s"] == pytest.approx(2 * 64 / p["step_time_s"]) and 0 < p["mfu"] < 1
 
 
+def test_a_plan_and_a_prediction_count_the_same_work(printed: Callable[[str], dict[str, Any]]) -> None:
+    """By other ways: from the folded program, and from the pieces of a micro-batch that tensor-parallel devices share."""
+    plan, predicted = printed("plan")["predicted"], printed("predict")
+    assert plan["mfu"] * plan["step_time_s"] == pytest.approx(predicted["mfu"] * predicted["step_time_s"], rel=1e-9)
+
+
 def test_a_difference_names_the_figures(printed: Callable[[str], dict[str, Any]]) -> None:
     found, same = printed("diff"), printed("same")
     assert not found["equal"] and found["lines"] and same["equal"] and not same["lines"] and not same["predicted"]

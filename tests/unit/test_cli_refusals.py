@@ -99,7 +99,7 @@ def test_a_layout_says_what_in_the_model_keeps_it_from_being() -> None:
 
 
 WRONG = [
-    (["plan", "gpt2", "--cluster", "h100:8", "--batch", "8", "--seq", "64", *more], said)
+    (["plan", "gpt2", "--cluster", "h100:8", "--batch", "8", "--seq", "64", "--layers", "1", *more], said)
     for more, said in (
         (["--precision", "int4"], "int4"), (["--optimizer", "adamx"], "adamx"), (["--layout", "zero"], "zero"), (["--offload", "moon"], "moon"),
         (["--mesh", "2x3"], "6 devices"), (["--mesh", "8x8"], "64 devices"), (["-v", "-q"], "opposite"), (["--json", "-o", "-"], "--json"),
