@@ -17,7 +17,7 @@ from autopar.plan.plan import Plan
 from autopar.planner.layout import Layout
 from autopar.planner.offload import Offload
 from autopar.planner.precision import Precision
-from autopar.planner.request import Wish
+from autopar.planner.request import PlanRequest
 from autopar.runtime.build import Config
 from autopar.runtime.module import ParallelModule
 
@@ -75,10 +75,10 @@ def compile(
         raise AutoparError(f"unknown outputs {outputs!r}", fix='use "loss" or "all"')
     if layout is not None and plan is not None:
         raise AutoparError("layout= and plan= both say how to split the model", fix="pass one of them, or neither to have it planned")
-    wish = Wish.of(plan, memory, cluster, options, offload)
-    config = Config(loss_fn, inputs, layout, Precision.of(precision), optimizer, grad_accumulation, backend, outputs, wish)
-    if mesh is None and wish.plan is not None:
-        mesh = wish.plan.mesh_axes
+    request = PlanRequest.of(plan, memory, cluster, options, offload)
+    config = Config(loss_fn, inputs, layout, Precision.of(precision), optimizer, grad_accumulation, backend, outputs, request)
+    if mesh is None and request.plan is not None:
+        mesh = request.plan.mesh_axes
     module = ParallelModule(model, _device_mesh(mesh), config)
     if example_inputs is not None:
         args, kwargs = (example_inputs, {}) if isinstance(example_inputs, tuple) else ((), dict(example_inputs))

@@ -38,7 +38,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def taken(device: Any, local: int, seconds: float, tell: Callable[[str], None], turns: int, most: int) -> Any:
+def taken(device: Any, local: int, seconds: float, on_progress: Callable[[str], None], turns: int, most: int) -> Any:
     """In every process. Samples of calibration bear their kind, those to be predicted `MEASURED` before it."""
     from autopar.hardware.calibrate import wires
     from autopar.hardware.calibrate.measured import Measured
@@ -52,7 +52,7 @@ def taken(device: Any, local: int, seconds: float, tell: Callable[[str], None], 
     for n in sorted({2, local}):
         group = wires.groups(n)
         for kind in KINDS:
-            tell(f"{kind} among {n}")
+            on_progress(f"{kind} among {n}")
             calls = {nbytes: wires.collective(clock, kind, group, nbytes) for _, nbytes in cases}
             often = {nbytes: clock.often(call) for nbytes, call in calls.items()}
             for _ in range(turns):

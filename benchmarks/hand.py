@@ -62,7 +62,7 @@ def case(model: str, where: str, a: argparse.Namespace) -> dict[str, Any]:
     from autopar.predict.api import priced
     from autopar.predict.runtime import Runtime
     from autopar.search.cache import Cache
-    from autopar.search.solutions import Micros
+    from autopar.search.solutions import MicroBatches
     from benchmarks.layouts import positions
 
     config, cluster, how = models.config(model), Cluster.of(where), Runtime.of(a.runtime)
@@ -76,7 +76,7 @@ def case(model: str, where: str, a: argparse.Namespace) -> dict[str, Any]:
     except InfeasibleError:
         pass
     run["search_s"] = time.perf_counter() - start
-    micros = Micros(made, inputs, cluster, how, None, "bfloat16", Cache(a.cache))
+    micros = MicroBatches(made, inputs, cluster, how, None, "bfloat16", Cache(a.cache))
     fits = tried = 0
     for name, layout in by_hand(cluster.devices_per_node, cluster.size):
         share = (layout.micro_batch, layout.tp, layout.cp, layout.sequence_parallel)

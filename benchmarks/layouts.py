@@ -90,17 +90,17 @@ def solved(plan: Callable[[], Any]) -> dict[str, Any]:
 
 def case(folded: Any, mesh: str, a: argparse.Namespace) -> dict[str, Any]:
     from autopar.hardware.cluster import Cluster
-    from autopar.planner.formulation.setting import Setting
+    from autopar.planner.formulation.training import TrainingConfig
     from autopar.planner.planning import plan_graph
     from autopar.solver.solve import Limits
 
     cluster = Cluster.of(f"{a.device}:{mesh}")
     axes = dict(zip(("dp", "tp"), map(int, mesh.split("x")), strict=False))
-    setting = Setting(frozenset(folded.graph.params), "float32", budget_bytes=cluster.device.usable_bytes)
+    training = TrainingConfig(frozenset(folded.graph.params), "float32", budget_bytes=cluster.device.usable_bytes)
     limits = Limits(gap=a.gap, seconds=a.seconds)
-    out = {"plan": solved(lambda: plan_graph(folded, axes, cluster, setting, limits))}
+    out = {"plan": solved(lambda: plan_graph(folded, axes, cluster, training, limits))}
     for layout in LAYOUTS:
-        out[layout] = solved(lambda layout=layout: plan_graph(folded, axes, cluster, setting, limits, layout=layout))  # type: ignore[misc]
+        out[layout] = solved(lambda layout=layout: plan_graph(folded, axes, cluster, training, limits, layout=layout))  # type: ignore[misc]
     return out
 
 

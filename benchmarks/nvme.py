@@ -72,7 +72,7 @@ def case(text: str, cluster: Cluster, seconds: float) -> dict[str, Any]:
         except InfeasibleError as e:
             rows.append({"share": share, "short_bytes": e.shortfall_bytes})
             continue
-        again = sum(fate == "recompute" for fate in found.activations.values())
+        again = sum(policy == "recompute" for policy in found.activations.values())
         rows.append({
             "share": share, "activation_peak_bytes": found.predicted["peak_memory_bytes"] - lives,
             "lower_by": 1 - (found.predicted["peak_memory_bytes"] - lives) / (peak - lives),

@@ -63,17 +63,24 @@ def main() -> None:
         draw(rows, a.plot)
 
 
-def measured(case: str, seq: int, seconds: float) -> dict[str, Any]:
+def command_of(case: str, seq: int, seconds: float, out: Path) -> list[str]:
+    """The command that plans a case into the file `out`."""
     model, cluster, mesh, batch, *more = case.split(",")
     options = {"layers": "--layers", "memory": "--memory", "offload": "--offload", "points": "--points"}
     frontier = any(o.startswith("points=") for o in more)
+    command = [sys.executable, "-m", "autopar", "frontier" if frontier else "plan", model, "--cluster", cluster, "--mesh", mesh]
+    command += ["--batch", batch, "--seq", str(seq), "--time-limit", str(seconds), "--out" if frontier else "-o", str(out)]
+    for o in more:
+        key, value = o.split("=")
+        command += [options[key], value]
+    return command
+
+
+def measured(case: str, seq: int, seconds: float) -> dict[str, Any]:
+    frontier = "points=" in case
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "plan.json"
-        command = [sys.executable, "-m", "autopar", "frontier" if frontier else "plan", model, "--cluster", cluster, "--mesh", mesh]
-        command += ["--batch", batch, "--seq", str(seq), "--time-limit", str(seconds), "--out" if frontier else "-o", str(out)]
-        for o in more:
-            key, value = o.split("=")
-            command += [options[key], value]
+        command = command_of(case, seq, seconds, out)
         start = time.perf_counter()
         with (Path(folder) / "said").open("w+") as said_to:
             process = subprocess.Popen(command, stdout=said_to, stderr=subprocess.STDOUT)

@@ -57,8 +57,8 @@ def planned(p: Any, budget_bytes: float, least: bool = False) -> Any:
     from autopar.planner.planning import plan_graph
     from autopar.solver.solve import Limits
 
-    setting = replace(p.setting, budget_bytes=budget_bytes)
-    return plan_graph(p.graph, p.mesh_axes, p.cluster, setting, Limits(seconds=30), least=least).plan
+    training = replace(p.training, budget_bytes=budget_bytes)
+    return plan_graph(p.graph, p.mesh_axes, p.cluster, training, Limits(seconds=30), least=least).plan
 
 
 def child(a: argparse.Namespace) -> dict[str, float]:
@@ -79,7 +79,7 @@ def child(a: argparse.Namespace) -> dict[str, float]:
         before = status("VmRSS")
         for _ in range(a.steps):
             step()
-    again = sum(fate == "recompute" for fate in plan.activations.values())
+    again = sum(policy == "recompute" for policy in plan.activations.values())
     return {
         "budget_bytes": a.budget, "predicted_bytes": plan.predicted["peak_memory_bytes"] - state_bytes, "resident_peak_bytes": status("VmHWM"),
         "resident_before_bytes": before, "made_again": again,

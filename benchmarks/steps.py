@@ -108,7 +108,7 @@ class Case:
         return {"predicted_s": p.step_time_s, "stages_s": dict(p.stage_s), "accounts_s": accounts, "blocking_s": waited}
 
 
-def taken(device: Any, local: int, seconds: float, tell: Callable[[str], None], a: argparse.Namespace) -> Any:
+def taken(device: Any, local: int, seconds: float, on_progress: Callable[[str], None], a: argparse.Namespace) -> Any:
     """In every process; the first one returns rows and the calibration's text."""
     import torch.distributed as dist
 
@@ -123,7 +123,7 @@ def taken(device: Any, local: int, seconds: float, tell: Callable[[str], None], 
     names = [(m, lay) for m in a.models.split(",") for lay in layouts]
     cases = {}
     for name in names:
-        tell(f"compiling {' '.join(name)}")
+        on_progress(f"compiling {' '.join(name)}")
         cases[name] = Case(*name, local, a)
         cases[name].run()
     clock = Clock(device, WINDOW_S)
@@ -131,7 +131,7 @@ def taken(device: Any, local: int, seconds: float, tell: Callable[[str], None], 
     times: dict[tuple[str, str], list[float]] = {n: [] for n in names}
     samples, beside = [], []
     for turn in range(a.turns):
-        tell(f"turn {turn + 1} of {a.turns}")
+        on_progress(f"turn {turn + 1} of {a.turns}")
         step(whole, clock)
         following = itertools.cycle(cases.items())
         for i, sample in enumerate(calibrated(clock, local)):
@@ -201,8 +201,8 @@ def main() -> None:
     start, rows, texts, load = time.monotonic(), [], {}, []
     for n in map(int, a.processes.split(",")):
         load.append(os.getloadavg()[0])
-        tell = functools.partial(_tell, start, n)
-        (got, text), *_ = spawned(functools.partial(taken, a=a), n, 3600.0, tell)
+        on_progress = functools.partial(_tell, start, n)
+        (got, text), *_ = spawned(functools.partial(taken, a=a), n, 3600.0, on_progress)
         texts[n] = text
         for r in got:
             r["error"] = r["predicted_s"] / r["measured_s"] - 1

@@ -19,7 +19,7 @@ from torch import fx
 
 from autopar.capture.capture import Role
 from autopar.graph.calls import is_collective, is_wait, nbytes
-from autopar.passes.overlap import behind, calls_between, mark, reorder, stretches
+from autopar.passes.overlap import behind, calls_between, mark, reorder, windows
 
 
 def defer(gm: fx.GraphModule, inputs: Sequence[Role | None]) -> fx.GraphModule:
@@ -35,7 +35,7 @@ def defer(gm: fx.GraphModule, inputs: Sequence[Role | None]) -> fx.GraphModule:
         stage[n] = max((stage[a] for a in earlier), default=0) + is_collective(n)
         origin[n] = max((origin[a] for a in earlier), default=before)
     reductions = sorted((n for n in chain if is_collective(n)), key=origin.__getitem__)
-    where = stretches(calls, [origin[n] for n in reductions], [nbytes(n.all_input_nodes[0]) for n in reductions])
+    where = windows(calls, [origin[n] for n in reductions], [nbytes(n.all_input_nodes[0]) for n in reductions])
     index = {reductions[m]: i for i, s in enumerate(where) for m in s.members}
     moved: dict[fx.Node, tuple[int, int, int]] = {}
     for n in chain:

@@ -26,7 +26,7 @@ from torch import fx
 from autopar.capture.capture import Role
 from autopar.capture.describe import describe_calls, describe_node, dtype_name, tensor_name
 from autopar.cost.fusion import fused, is_fusible
-from autopar.graph.calls import AWAY, is_issue, is_wait, nbytes, shares_storage, storage_of
+from autopar.graph.calls import OFFLOADED, is_issue, is_wait, nbytes, shares_storage, storage_of
 from autopar.graph.graph import Tensor
 from autopar.rules import lookup
 
@@ -44,15 +44,15 @@ class _Way:
 
 
 @dataclass
-class FusedAgain:
-    """Finds forward calls to be made again besides `again`. results: of forward, to who called; saved: what backward reads of forward; pinned: operators whose
+class FusedRecompute:
+    """Finds forward calls to be made again besides `recomputed`. results: of forward, to who called; saved: what backward reads of forward; pinned: operators whose
     results users want saved."""
 
     nodes: Sequence[fx.Node]
     role_of: Mapping[fx.Node, Role]
     results: Sequence[Any]
     saved: Set[fx.Node]
-    again: Set[fx.Node]
+    recomputed: Set[fx.Node]
     pinned: Set[str]
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class FusedAgain:
 
     def way(self, maker: fx.Node, mine: list[fx.Node]) -> _Way | None:
         size = sum(nbytes(n) for n in {storage_of(n) for n in mine})
-        if not self.is_free(maker) or size < LEAST_BYTES or any(AWAY in n.meta for n in (maker, *mine)):
+        if not self.is_free(maker) or size < LEAST_BYTES or any(OFFLOADED in n.meta for n in (maker, *mine)):
             return None
         readers = list(self.readers(maker))
         # Where what the plan makes again reads it, it is not known when that will be.
@@ -106,7 +106,7 @@ class FusedAgain:
                 return None
             for a in n.all_input_nodes:
                 if a in self.saved and a not in mine:
-                    if AWAY in a.meta:
+                    if OFFLOADED in a.meta:
                         return None
                     way.saved.add(a)
                 elif a.op == "placeholder":
@@ -114,7 +114,7 @@ class FusedAgain:
                         return None
                 elif a.op == "get_attr" or self.is_free(a) or self.is_part(a):
                     todo.append(a)
-                elif a in self.again or is_issue(a) or is_wait(a) or AWAY in a.meta or isinstance(a.meta["val"], (list, tuple)):
+                elif a in self.recomputed or is_issue(a) or is_wait(a) or OFFLOADED in a.meta or isinstance(a.meta["val"], (list, tuple)):
                     return None
                 else:
                     way.unsaved.add(a)
@@ -131,7 +131,7 @@ class FusedAgain:
                 seen.add(user)
                 if self.is_part(user):
                     todo.append(user)
-                elif user.op == "output" or user.meta["direction"] == "backward" or user in self.again or user in self.added:
+                elif user.op == "output" or user.meta["direction"] == "backward" or user in self.recomputed or user in self.added:
                     yield user
 
     def is_part(self, n: fx.Node) -> bool:

@@ -20,29 +20,29 @@ import torch
 from torch import fx
 
 import autopar.offload  # noqa: F401  registers the ops
-from autopar.graph.calls import AWAY, nbytes
+from autopar.graph.calls import OFFLOADED, nbytes
 from autopar.passes.overlap import BROUGHT, MARK, SENT
 from autopar.passes.partition import Parts
 from autopar.tensors.memory_format import contiguous, dense_order
 
 
-def offload(parts: Parts, store: str, stretch_of: Mapping[str, int], fake_mode: Any) -> Parts:
+def offload(parts: Parts, store: str, window_of: Mapping[str, int], fake_mode: Any) -> Parts:
     """`parts`, with every saved node that is marked kept in its medium.
 
-    store: the name of the place that runs it; stretch_of: op -> its stretch (`autopar.planner.formulation.overlap_windows`), by which the plan was priced.
+    store: the name of the place that runs it; window_of: op -> its stretch (`autopar.planner.formulation.overlap_windows`), by which the plan was priced.
     """
-    if parts.backward is None or not any(AWAY in n.meta for n in parts.forward.graph.nodes):
+    if parts.backward is None or not any(OFFLOADED in n.meta for n in parts.forward.graph.nodes):
         return parts
     forward, backward = _copy(parts.forward), _copy(parts.backward)
     output = forward.graph.output_node()
     results = list(output.args[0])
     places = [n for n in backward.graph.nodes if n.op == "placeholder"]
     first = len(results) - len(parts.saved)
-    ends, starts = _firsts(forward, stretch_of), _firsts(backward, stretch_of)
+    ends, starts = _firsts(forward, window_of), _firsts(backward, window_of)
     for i, back in enumerate(places[: len(parts.saved)]):
         x = results[first + i]
-        if x.meta.get(AWAY):
-            until = stretch_of[x.meta["op"]] + 2
+        if x.meta.get(OFFLOADED):
+            until = window_of[x.meta["op"]] + 2
             results[first + i] = _send(forward.graph, x, store, next((n for j, n in ends if j >= until), output), fake_mode)
             _bring(backward.graph, back, x, results[first + i], starts, fake_mode)
     output.args = (tuple(results),)
@@ -58,7 +58,7 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(gm, graph)
 
 
-def _firsts(gm: fx.GraphModule, stretch_of: Mapping[str, int]) -> list[tuple[int, fx.Node]]:
+def _firsts(gm: fx.GraphModule, window_of: Mapping[str, int]) -> list[tuple[int, fx.Node]]:
     """(stretch, the first call in it), in order. What is made again in backward is made in the stretch that needs it."""
     calls = [n for n in gm.graph.nodes if n.op == "call_function"]
     direction = calls[-1].meta["direction"] if calls else ""
@@ -67,7 +67,7 @@ def _firsts(gm: fx.GraphModule, stretch_of: Mapping[str, int]) -> list[tuple[int
     first: fx.Node | None = None  # of those whose stretch is not known yet
     for n in calls:
         first = first or n
-        own = stretch_of.get(n.meta["op"]) if n.meta["direction"] == direction else None
+        own = window_of.get(n.meta["op"]) if n.meta["direction"] == direction else None
         if own is None:
             continue
         if own > now:
@@ -85,7 +85,7 @@ def _send(graph: fx.Graph, x: fx.Node, store: str, until: fx.Node, mode: Any) ->
         with graph.inserting_after(x):
             dense = _call(graph, torch.ops.aten.permute.default, (x, order), x, mode)
     with graph.inserting_after(dense):
-        ticket = _call(graph, torch.ops.autopar.offload.default, (dense, x.meta[AWAY], store), x, mode)
+        ticket = _call(graph, torch.ops.autopar.offload.default, (dense, x.meta[OFFLOADED], store), x, mode)
     with graph.inserting_before(until):
         handle = _call(graph, torch.ops.autopar.offloaded.default, (ticket, dense), x, mode)
     ticket.meta[MARK] = handle.meta[MARK] = SENT
@@ -104,7 +104,7 @@ def _bring(graph: fx.Graph, place: fx.Node, x: fx.Node, handle: fx.Node, starts:
     here = max((k for k, (_, n) in enumerate(starts) if position[n] <= position[readers[0]]), default=0)
     with graph.inserting_before(starts[max(0, here - 1)][1] if starts else readers[0]):
         ticket = _call(graph, torch.ops.autopar.reload.default, (place, *about), like, mode)
-    ticket.meta |= {"held_bytes": nbytes(x), AWAY: x.meta[AWAY], MARK: BROUGHT}  # from its issue there is what it brings
+    ticket.meta |= {"held_bytes": nbytes(x), OFFLOADED: x.meta[OFFLOADED], MARK: BROUGHT}  # from its issue there is what it brings
     with graph.inserting_before(readers[0]):
         back = _call(graph, torch.ops.autopar.reloaded.default, (ticket, *about), like, mode)
         back.meta[MARK] = BROUGHT

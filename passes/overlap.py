@@ -10,7 +10,7 @@ Two more are marked and stay where `offload` puts them: what leaves the device (
 Their nodes are marked (`meta["overlap"]`), because they may lie in any layer: `outline` looks for layers among the other calls only, and
 issues and awaits these collectives between two layers, in the graph that holds both halves.
 
-Stretches. The calls that are not marked are cut into stretches, in order: a repeated layer (as outlining finds and cuts it) is one; what lies
+OverlapWindows. The calls that are not marked are cut into stretches, in order: a repeated layer (as outlining finds and cuts it) is one; what lies
 outside of layers is cut where W bytes of collectives are together, a rest of less than W / 2 joins the layer that follows it. W is the
 largest sum over a repeated layer; without repeated layers, the largest sum of two consecutive collectives. So a stretch has less than
 1.5 W bytes, or less than W plus one collective.
@@ -54,7 +54,7 @@ def is_behind(n: fx.Node) -> bool:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Window:
     """Calls [start, end), those not marked; members: indices of the collectives that belong to it."""
 
     start: int
@@ -135,7 +135,7 @@ def behind(gm: fx.GraphModule, position: dict[fx.Node, int]) -> dict[fx.Node, in
     return out
 
 
-def stretches(calls: list[fx.Node], at: Sequence[int], sizes: Sequence[int]) -> list[Stretch]:
+def windows(calls: list[fx.Node], at: Sequence[int], sizes: Sequence[int]) -> list[Window]:
     """at: the call each collective belongs to, ascending; sizes: bytes."""
     cuts = Cuts(calls)
     stacks = [c for r in find_repeats([call_hash(n) for n in calls]) if (c := cuts.best(r)) is not None]
@@ -164,7 +164,7 @@ def stretches(calls: list[fx.Node], at: Sequence[int], sizes: Sequence[int]) -> 
         out.append((at[group[0]] if group else start, group + members))
         todo += len(members)
     ends = [*(start for start, _ in out[1:]), len(calls)][: len(out)]
-    return [Stretch(start, end, tuple(members)) for (start, members), end in zip(out, ends, strict=True)]
+    return [Window(start, end, tuple(members)) for (start, members), end in zip(out, ends, strict=True)]
 
 
 # ---- order -------------------------------------------------------------------------------------------------------

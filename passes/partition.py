@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.capture.capture import Role
-from autopar.graph.calls import AWAY, is_wait, shares_storage
-from autopar.passes.fused_recompute import FusedAgain
-from autopar.passes.recompute import made_again
+from autopar.graph.calls import OFFLOADED, is_wait, shares_storage
+from autopar.passes.fused_recompute import FusedRecompute
+from autopar.passes.recompute import recomputed_calls
 from autopar.passes.shard import Sharded
 
 
@@ -59,14 +59,14 @@ def partition(
     bw_results = [(r, n) for r, n in zip(sharded.outputs, results, strict=True) if r.kind in _GRADS]
     backward_nodes = [n for n in nodes if n.op == "call_function" and n.meta["direction"] == "backward"]
     is_backward = set(backward_nodes)
-    again = made_again(nodes, role_of, recompute, reshard_after_forward=reshard_after_forward)
-    again |= views_of_away(nodes)
+    recomputed = recomputed_calls(nodes, role_of, recompute, reshard_after_forward=reshard_after_forward)
+    recomputed |= views_of_offloaded(nodes)
 
     wanted = [a for n in backward_nodes for a in n.all_input_nodes] + [n for _, n in bw_results if isinstance(n, fx.Node)]
-    saved, used = _crossing(wanted, is_backward, again, role_of)
+    saved, used = _crossing(wanted, is_backward, recomputed, role_of)
     if fuses:
-        again |= FusedAgain(nodes, role_of, [n for _, n in fw_results], saved.keys(), again, pinned).run()
-        saved, used = _crossing(wanted, is_backward, again, role_of)
+        recomputed |= FusedRecompute(nodes, role_of, [n for _, n in fw_results], saved.keys(), recomputed, pinned).run()
+        saved, used = _crossing(wanted, is_backward, recomputed, role_of)
 
     order = {n: i for i, n in enumerate(nodes)}
     kept = sorted(saved, key=order.__getitem__)
@@ -74,7 +74,7 @@ def partition(
     if not bw_results:
         return Parts(forward, fw_inputs, tuple(r for r, _ in fw_results), (), None, (), ())
     bw_places = [n for n in places if n in used]
-    backward = _backward(gm, kept, bw_places, nodes, is_backward, again, [n for _, n in bw_results])
+    backward = _backward(gm, kept, bw_places, nodes, is_backward, recomputed, [n for _, n in bw_results])
     return Parts(
         forward, fw_inputs, tuple(r for r, _ in fw_results), tuple(n.name for n in kept),
         backward, tuple(role_of[n] for n in bw_places), tuple(r for r, _ in bw_results),
@@ -82,7 +82,7 @@ def partition(
 
 
 def _crossing(
-    wanted: list[fx.Node], is_backward: set[fx.Node], again: set[fx.Node], role_of: dict[fx.Node, Role]
+    wanted: list[fx.Node], is_backward: set[fx.Node], recomputed: set[fx.Node], role_of: dict[fx.Node, Role]
 ) -> tuple[dict[fx.Node, None], dict[fx.Node, None]]:
     """What backward needs of forward's results, and of graph inputs (and constants), to have `wanted`."""
     saved: dict[fx.Node, None] = {}
@@ -96,20 +96,20 @@ def _crossing(
         seen.add(n)
         if n.op in ("placeholder", "get_attr") and not (n.op == "placeholder" and role_of[n].kind in ("input", "buffer")):
             used[n] = None
-        elif n in again:
+        elif n in recomputed:
             todo += n.all_input_nodes
         else:
             saved[n] = None
     return saved, used
 
 
-def views_of_away(nodes: list[fx.Node]) -> set[fx.Node]:
+def views_of_offloaded(nodes: list[fx.Node]) -> set[fx.Node]:
     """Views in forward of what is kept away from the device: saved themselves, they would keep it there."""
     out: set[fx.Node] = set()
     for n in nodes:
-        if n.op == "call_function" and n.meta["direction"] == "forward" and not is_wait(n) and AWAY not in n.meta:
+        if n.op == "call_function" and n.meta["direction"] == "forward" and not is_wait(n) and OFFLOADED not in n.meta:
             base = shares_storage(n)
-            if base is not None and (AWAY in base.meta or base in out):
+            if base is not None and (OFFLOADED in base.meta or base in out):
                 out.add(n)
     return out
 
@@ -144,7 +144,7 @@ def _backward(
     places: list[fx.Node],
     nodes: list[fx.Node],
     is_backward: set[fx.Node],
-    again: set[fx.Node],
+    recomputed: set[fx.Node],
     results: list[fx.Node | None],
 ) -> fx.GraphModule:
     graph = fx.Graph()
@@ -166,7 +166,7 @@ def _backward(
                 missing[n] = None
                 todo += (a for a in n.all_input_nodes if a not in env)
         for n in sorted(missing, key=order.__getitem__):
-            assert n in again or n.op == "get_attr", n
+            assert n in recomputed or n.op == "get_attr", n
             env[n] = _copy(graph, n, env)
 
     needed = _closure([n for n in results if isinstance(n, fx.Node)])

@@ -19,7 +19,7 @@ from torch import fx
 
 from autopar.capture.capture import Role
 from autopar.graph.calls import is_collective, is_wait, nbytes
-from autopar.passes.overlap import behind, calls_between, is_ahead, mark, reorder, stretches
+from autopar.passes.overlap import behind, calls_between, is_ahead, mark, reorder, windows
 
 
 def prefetch(gm: fx.GraphModule, inputs: Sequence[Role | None]) -> fx.GraphModule:
@@ -35,7 +35,7 @@ def prefetch(gm: fx.GraphModule, inputs: Sequence[Role | None]) -> fx.GraphModul
         use[n] = min((use.get(u, position.get(u, len(calls))) for u in n.users), default=len(calls))
         stage[n] = max((stage[u] + is_collective(u) for u in n.users if u in stage), default=0)
     gathers = sorted((n for n in chain if is_collective(n)), key=use.__getitem__)
-    where = stretches(calls, [use[g] for g in gathers], [nbytes(g) for g in gathers])
+    where = windows(calls, [use[g] for g in gathers], [nbytes(g) for g in gathers])
     index = {m: i for i, s in enumerate(where) for m in s.members}
     moved: dict[fx.Node, tuple[int, int, int]] = {}
     for rank, g in enumerate(gathers):

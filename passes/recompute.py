@@ -52,12 +52,12 @@ def counters(nodes: Iterable[fx.Node], role_of: dict[fx.Node, Role]) -> set[fx.N
     return found
 
 
-def made_again(nodes: Iterable[fx.Node], role_of: dict[fx.Node, Role], ops: Set[str], *, reshard_after_forward: bool) -> set[fx.Node]:
+def recomputed_calls(nodes: Iterable[fx.Node], role_of: dict[fx.Node, Role], ops: Set[str], *, reshard_after_forward: bool) -> set[fx.Node]:
     """All forward calls that backward makes again where it needs them."""
     nodes = list(nodes)
     parameters = from_parameters(nodes, role_of)
-    again = parameters if reshard_after_forward else from_parameters(nodes, role_of, gathers=False)
-    return again | {n for n in nodes if _is_forward(n) and n.meta.get("op") in ops and n not in parameters and "kept" not in n.meta}
+    recomputed = parameters if reshard_after_forward else from_parameters(nodes, role_of, gathers=False)
+    return recomputed | {n for n in nodes if _is_forward(n) and n.meta.get("op") in ops and n not in parameters and "kept" not in n.meta}
 
 
 def recomputable(sharded: Sharded) -> frozenset[str]:

@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autopar import _torch
 from autopar.capture.capture import Captured, Role
 from autopar.capture.describe import getattr_value, tensor_name
-from autopar.graph.calls import AWAY
+from autopar.graph.calls import OFFLOADED
 from autopar.graph.graph import Graph, Op, Tensor
 from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
@@ -88,7 +88,7 @@ class _Sharder:
     def __init__(self, captured: Captured, graph: Graph, plan: Plan, options: Options) -> None:
         self.captured, self.graph, self.plan, self.options = captured, graph, plan, options
         self.mesh: Mesh = plan.mesh
-        self.away = plan.offload
+        self.offloaded = plan.offload
         self.mode = captured.fake_mode
         self.out = fx.Graph()
         self.root = torch.nn.Module()
@@ -181,8 +181,8 @@ class _Sharder:
         """Marks the version that the plan keeps, so that backward does not make it again with an operator that is."""
         if self.direction == "forward" and self.plan.kept.get(name) == placement:
             node.meta["kept"] = True
-            if name in self.away:
-                node.meta[AWAY] = self.away[name]
+            if name in self.offloaded:
+                node.meta[OFFLOADED] = self.offloaded[name]
 
     def get(self, name: str, want: Placement) -> fx.Node:
         """The version of `name` in placement `want`, made from the cheapest there is."""
@@ -215,8 +215,8 @@ class _Sharder:
             return [p for p in have if self.made_in.get((name, p)) != "backward"]
         if kept is None and name.split(".")[0] not in self.plan.recompute:
             return list(have)
-        again = self.primary[name] if name.split(".")[0] in self.plan.recompute else None
-        return [p for p in have if p in (kept, again) or self.made_in.get((name, p)) == "backward"]
+        rerun = self.primary[name] if name.split(".")[0] in self.plan.recompute else None
+        return [p for p in have if p in (kept, rerun) or self.made_in.get((name, p)) == "backward"]
 
     def step(self, node: fx.Node, step: Step, name: str) -> fx.Node:
         self.collectives.append(

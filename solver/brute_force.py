@@ -27,9 +27,9 @@ def decisions(problem: Problem) -> Iterator[Decision]:
         for d, f in ((FORWARD, value.forward), (BACKWARD, value.backward))
         if f is not None
     ]
-    fates = [[None, *range(len(value.fates))] for value in problem.values]
+    policies = [[None, *range(len(value.policies))] for value in problem.values]
     for x in itertools.product(*(range(len(c.labels)) for c in problem.choices)):
-        for chosen in itertools.product(*fates):
+        for chosen in itertools.product(*policies):
             kept = {v: frozenset({k}) for v, k in enumerate(chosen) if k is not None}
             for rerun in _subsets(range(len(problem.reruns))):
                 bare = Decision(x, kept, frozenset(rerun))

@@ -45,9 +45,9 @@ def evaluate(problem: Problem, decision: Decision) -> Price:
         if len(kept) > 1:
             unmet.append(f"{value.name}: kept in {len(kept)} ways")
         for k in kept:
-            pay(value.fates[k].times)
+            pay(value.policies[k].times)
         there = {e.nodes[x[e.choice]] for e in (*value.forward.supplies, *value.forward.demands)}
-        if not {value.fates[k].node for k in kept} <= there:
+        if not {value.policies[k].node for k in kept} <= there:
             unmet.append(f"{value.name}: kept where forward does not have it")
         for direction, flow in ((FORWARD, value.forward), (BACKWARD, value.backward)):
             if flow is None:
@@ -137,7 +137,7 @@ def supplied_nodes(problem: Problem, decision: Decision, v: int, direction: int,
     x = decision.strategies
     out = {s.nodes[x[s.choice]] for s in flow.supplies}
     if direction == BACKWARD:
-        out |= {problem.values[v].fates[k].node for k in decision.kept.get(v, ())}
+        out |= {problem.values[v].policies[k].node for k in decision.kept.get(v, ())}
         for r in decision.rerun:
             rerun = problem.reruns[r]
             out |= {nodes[x[rerun.choice]] for value, nodes in rerun.makes if value == v}

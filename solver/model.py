@@ -49,7 +49,7 @@ class Options:
     """fates: "continuous" | "binary". fixed: strategies already decided. elastic: one variable, in GB, lifts every memory row.
     kept, rerun: fates already decided."""
 
-    fates: str = "continuous"
+    policies: str = "continuous"
     fixed: Sequence[int] | None = None
     elastic: bool = False
     kept: Mapping[int, frozenset[int]] | None = None
@@ -134,20 +134,20 @@ class Program:
         for i, rerun in enumerate(p.reruns):
             for s in range(len(p.choices[rerun.choice].labels)):
                 hi = 1.0 if o.rerun is None or i in o.rerun else 0.0
-                self.variable["r", i, s] = v = self.add(0.0, hi, o.fates == "binary")
+                self.variable["r", i, s] = v = self.add(0.0, hi, o.policies == "binary")
                 self.charge(v, rerun.times[s])
                 self.cost[v] = TIE * 1e3 * sum(rerun.times[s].values())
                 self.constrain("rerun", -np.inf, 0.0, [(v, 1.0), (self.variable["x", rerun.choice, s], -1.0)])
         for k, event in enumerate(p.events):
             self.event(k, event)
         for i, value in enumerate(p.values):
-            for k, fate in enumerate(value.fates):
+            for k, policy in enumerate(value.policies):
                 allowed = o.kept is None or k in o.kept.get(i, frozenset())
-                self.variable["y", i, k] = v = self.add(0.0, 1.0 if allowed else 0.0, o.fates == "binary")
-                self.charge(v, fate.times)
-                self.cost[v] = TIE * 1e3 * sum(fate.times.values())
-            if len(value.fates) > 1:
-                self.constrain("keep", -np.inf, 1.0, [(self.variable["y", i, k], 1.0) for k in range(len(value.fates))])
+                self.variable["y", i, k] = v = self.add(0.0, 1.0 if allowed else 0.0, o.policies == "binary")
+                self.charge(v, policy.times)
+                self.cost[v] = TIE * 1e3 * sum(policy.times.values())
+            if len(value.policies) > 1:
+                self.constrain("keep", -np.inf, 1.0, [(self.variable["y", i, k], 1.0) for k in range(len(value.policies))])
         remade: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # value -> (node, rerun, strategy)
         reread: dict[int, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
         for i, rerun in enumerate(p.reruns):
@@ -157,13 +157,13 @@ class Program:
                 reread[v].append((i, nodes))
         for v, value in enumerate(p.values):
             self.flow(v, FORWARD, value.forward, [], [])
-            for n in dict.fromkeys(fate.node for fate in value.fates):
+            for n in dict.fromkeys(policy.node for policy in value.policies):
                 there = [(self.variable["x", e.choice, s], 1.0) for e in (*value.forward.supplies, *value.forward.demands)
                          for s, m in enumerate(e.nodes) if m == n]  # fmt: skip
-                here = [(self.variable["y", v, k], -1.0) for k, fate in enumerate(value.fates) if fate.node == n]
+                here = [(self.variable["y", v, k], -1.0) for k, policy in enumerate(value.policies) if policy.node == n]
                 self.constrain("keep", 0.0, np.inf, [*here, *there])
             if value.backward is not None:
-                extra = [(fate.node, self.variable["y", v, k]) for k, fate in enumerate(value.fates)]
+                extra = [(policy.node, self.variable["y", v, k]) for k, policy in enumerate(value.policies)]
                 extra += [(n, self.variable["r", i, s]) for n, i, s in remade[v]]
                 self.flow(v, BACKWARD, value.backward, extra, reread[v])
         self.stages = [self.add(0.0, np.inf, False, 1.0) for _ in p.stages]
@@ -212,7 +212,7 @@ class Program:
             if d:
                 demands.append(d)
         demands += self.rereads(flow, reread)
-        used = [self.add(0.0, 1.0, self.options.fates == "binary") for _ in flow.arcs]
+        used = [self.add(0.0, 1.0, self.options.policies == "binary") for _ in flow.arcs]
         for a, arc in enumerate(flow.arcs):
             self.variable["e", v, direction, a] = used[a]
             self.charge(used[a], arc.times)
@@ -302,7 +302,9 @@ class Program:
             max(range(len(c.labels)), key=[values[self.variable["x", i, s]] for s in range(len(c.labels))].__getitem__)
             for i, c in enumerate(p.choices)
         )
-        kept = {v: frozenset(k for k in range(len(value.fates)) if on(("y", v, k))) for v, value in enumerate(p.values) if value.fates}
+        kept = {
+            v: frozenset(k for k in range(len(value.policies)) if on(("y", v, k))) for v, value in enumerate(p.values) if value.policies
+        }
         rerun = frozenset(i for i, r in enumerate(p.reruns) if on(("r", i, x[r.choice])))
         arcs = {}
         for v, value in enumerate(p.values):

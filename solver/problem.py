@@ -72,7 +72,7 @@ class Flow:
 
 
 @dataclass(frozen=True)
-class Fate:
+class Policy:
     """Kept for backward at node `node`, in the device's memory or in another. times: of moving it there and back."""
 
     node: int
@@ -82,7 +82,7 @@ class Fate:
 
 @dataclass(frozen=True)
 class Value:
-    """nodes: names of placements. backward: None when only forward reads it. fates: how it may be kept.
+    """nodes: names of placements. backward: None when only forward reads it. policies: how it may be kept.
 
     group: the repeated stack it belongs to, "" for what occurs once.
     """
@@ -91,7 +91,7 @@ class Value:
     nodes: tuple[str, ...]
     forward: Flow
     backward: Flow | None = None
-    fates: tuple[Fate, ...] = ()
+    policies: tuple[Policy, ...] = ()
     group: str = ""
 
 
@@ -99,7 +99,7 @@ class Value:
 class Rerun:
     """An operator that may be recomputed. times: per strategy of its choice; reads, makes: (value, End on that value's backward flow).
 
-    loose_times: what it takes at least by the share of layers that run again, whichever these are; `times` where nothing is said."""
+    relaxed_times: what it takes at least by the share of layers that run again, whichever these are; `times` where nothing is said."""
 
     name: str
     choice: int
@@ -107,7 +107,7 @@ class Rerun:
     reads: tuple[tuple[int, tuple[int, ...]], ...]  # value, node per strategy
     makes: tuple[tuple[int, tuple[int, ...]], ...]
     group: str = ""
-    loose_times: tuple[Times, ...] = ()
+    relaxed_times: tuple[Times, ...] = ()
 
 
 # What a memory row adds up. Keys of the program's variables:
@@ -164,15 +164,15 @@ class Problem:
     forbidden: frozenset[tuple[int, int]] = field(default_factory=frozenset)  # (choice, strategy)
     events: tuple[Event, ...] = ()  # of what runs again: `autopar.planner.formulation.recompute_chains`
     rests: tuple[tuple[tuple[Key, float], ...], ...] = ()  # what rows have in common: sums of coefficient x variable, in bytes
-    loose: tuple[Row, ...] = ()  # rows that hold for fates that are means over layers, whatever fate each has
+    relaxed_rows: tuple[Row, ...] = ()  # rows that hold for fates that are means over layers, whatever fate each has
     limits: tuple[Limit, ...] = ()
-    loose_limits: tuple[Limit, ...] = ()
+    relaxed_limits: tuple[Limit, ...] = ()
 
     @property
-    def loosened(self) -> Problem:
+    def relaxed(self) -> Problem:
         """What holds for fates that are means over layers: its optimum is a bound of the whole."""
-        reruns = tuple(replace(r, times=r.loose_times) if r.loose_times else r for r in self.reruns)
-        return replace(self, rows=self.loose, limits=self.loose_limits, reruns=reruns)
+        reruns = tuple(replace(r, times=r.relaxed_times) if r.relaxed_times else r for r in self.reruns)
+        return replace(self, rows=self.relaxed_rows, limits=self.relaxed_limits, reruns=reruns)
 
 
 FORWARD, BACKWARD = 0, 1
@@ -180,7 +180,7 @@ FORWARD, BACKWARD = 0, 1
 
 @dataclass(frozen=True)
 class Decision:
-    """A complete answer. strategies: per choice; kept: value -> its fate (an index of `Value.fates`), at most one; rerun: indices of reruns that run (for every layer).
+    """A complete answer. strategies: per choice; kept: value -> its fate (an index of `Value.policies`), at most one; rerun: indices of reruns that run (for every layer).
 
     arcs: (value, direction) -> arcs used.
     """

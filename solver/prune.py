@@ -79,7 +79,7 @@ class _Flow:
         if self.direction:
             forward = self.value.forward
             there = {e.nodes[s] for e in (*forward.supplies, *forward.demands) for s in allowed[e.choice]}
-            out |= there & {fate.node for fate in self.value.fates}
+            out |= there & {policy.node for policy in self.value.policies}
         return out - {NONE}
 
     def wanted(self, allowed: list[set[int]]) -> set[int]:

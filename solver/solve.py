@@ -102,23 +102,23 @@ def _solve(
     problem: Problem, limits: Limits, hints: Sequence[Sequence[int]], progress: Callable[[str, float], None] | None
 ) -> Solution | Infeasible:
     start = time.perf_counter()
-    tell = progress or (lambda stage, seconds: None)
+    on_progress = progress or (lambda stage, seconds: None)
     first = Program(problem, Options())
-    tell("program", time.perf_counter() - start)
+    on_progress("program", time.perf_counter() - start)
     try:
         values, bound, stopped = _run(first, limits, start, hints)
     except _Failed:
         return _explain(problem, limits, start)
-    tell("strategies", time.perf_counter() - start)
+    on_progress("strategies", time.perf_counter() - start)
     decision, whole = first.decision(values)
     decision = tidy(problem, decision) if whole else decision
     price = evaluate(problem, decision) if whole else None
     if price is None or not price.feasible:
-        second = Program(problem, Options(fates="binary", fixed=decision.strategies))
+        second = Program(problem, Options(policies="binary", fixed=decision.strategies))
         try:
             values, _, more = _run_from_elastic(second, limits, start)
         except _Failed:  # shares of layers fit, one fate for all layers does not: choose strategies knowing that
-            second = Program(problem, Options(fates="binary"))
+            second = Program(problem, Options(policies="binary"))
             try:
                 values, _, more = _run(second, limits, start, [decision.strategies])
             except _Failed:
@@ -126,7 +126,7 @@ def _solve(
         stopped = more if stopped == "gap" else stopped
         decision = tidy(problem, second.decision(values)[0])
         price = evaluate(problem, decision)
-    tell("fates", time.perf_counter() - start)
+    on_progress("fates", time.perf_counter() - start)
     assert not price.unmet, price.unmet[:3]
     return Solution(
         decision,
@@ -140,7 +140,7 @@ def _solve(
 
 
 @dataclass(frozen=True)
-class Look:
+class RelaxedSolution:
     """An answer of a relaxed problem. price: its price in the problem itself, None where fates are shares of layers. The rest as in Solution."""
 
     decision: Decision
@@ -151,9 +151,9 @@ class Look:
     rows: int
 
 
-def look(
+def solve_relaxed(
     problem: Problem, within: Problem, limits: Limits | None = None, progress: Callable[[str, float], None] | None = None
-) -> Look | None:
+) -> RelaxedSolution | None:
     """Step (a) for `problem`, which is `within` with fewer memory rows. None: even this does not fit."""
     limits, start = limits or Limits(), time.perf_counter()
     program = Program(problem, Options())
@@ -166,13 +166,15 @@ def look(
     decision, whole = program.decision(values)
     decision = tidy(within, decision) if whole else decision
     bound_s = program.true_bound(bound) / 1e3 + problem.constant_s
-    return Look(decision, evaluate(within, decision) if whole else None, bound_s, stopped, len(program.lower), len(program.row_lower))
+    return RelaxedSolution(
+        decision, evaluate(within, decision) if whole else None, bound_s, stopped, len(program.lower), len(program.row_lower)
+    )
 
 
 def whole(problem: Problem, limits: Limits | None = None, known: Decision | None = None) -> Solution | None:
     """The optimum, within the limits' gap, if all layers share their fates; None where nothing fits. known: something that fits. Raises NoAnswer."""
     limits, start = limits or Limits(), time.perf_counter()
-    program = Program(problem, Options(fates="binary"))
+    program = Program(problem, Options(policies="binary"))
     try:
         values, bound, stopped = _run(program, limits, start, (), known)
         decision, bound_s = program.decision(values)[0], program.true_bound(bound) / 1e3 + problem.constant_s
@@ -285,28 +287,28 @@ def _explain(problem: Problem, limits: Limits, start: float) -> Infeasible:
     return Infeasible(rows[worst] - problem.budget_bytes, rows[worst], problem.rows[worst].name, decision.strategies)
 
 
-def _all_again(program: Program, variables: list[mathopt.Variable]) -> list[mathopt.SolutionHint]:
+def _all_recomputed(program: Program, variables: list[mathopt.Variable]) -> list[mathopt.SolutionHint]:
     """That everything is made again, where strategies are no question: near the smallest peak, and soon looked at."""
     p = program.problem
     if program.options.fixed is None and any(len(c.labels) > 1 for c in p.choices):
         return []
     made = {v for r in p.reruns for v, _ in r.makes}
-    again = {i: 1.0 for key, i in program.variable.items() if key[0] == "r"}
-    again |= {i: 0.0 for key, i in program.variable.items() if key[0] == "y" and key[1] in made}
-    return [mathopt.SolutionHint(variable_values={variables[i]: x for i, x in again.items()})]
+    recompute = {i: 1.0 for key, i in program.variable.items() if key[0] == "r"}
+    recompute |= {i: 0.0 for key, i in program.variable.items() if key[0] == "y" and key[1] in made}
+    return [mathopt.SolutionHint(variable_values={variables[i]: x for i, x in recompute.items()})]
 
 
 def _smallest(
     problem: Problem, limits: Limits, start: float, gap: float, within_s: float = float("inf"), fixed: Sequence[int] | None = None
 ) -> Decision | None:
     """What exceeds the budget by the least; None where demands cannot be met. fixed: at these strategies."""
-    program = Program(problem, Options(fates="binary", elastic=True, fixed=fixed))
+    program = Program(problem, Options(policies="binary", elastic=True, fixed=fixed))
     if within_s < float("inf"):
         program.constrain("limit", -float("inf"), (within_s - problem.constant_s) * 1e3, [(t, 1.0) for t in program.stages])
     model = mathopt.Model.from_model_proto(program.proto("over"))
     left = max(5.0, limits.seconds - (time.perf_counter() - start))
     params = mathopt.SolveParameters(time_limit=datetime.timedelta(seconds=left), relative_gap_tolerance=gap)
-    result = highs(model, params, mathopt.ModelSolveParameters(solution_hints=_all_again(program, list(model.variables()))))
+    result = highs(model, params, mathopt.ModelSolveParameters(solution_hints=_all_recomputed(program, list(model.variables()))))
     reason = result.termination.reason
     if reason not in (mathopt.TerminationReason.OPTIMAL, mathopt.TerminationReason.FEASIBLE):
         if reason == mathopt.TerminationReason.NO_SOLUTION_FOUND:

@@ -239,11 +239,11 @@ def differing(tokens: Sequence[Token]) -> set[int]:
 
 def settled(program: Program, stack: Stack) -> Stack | None:
     """The longest stretch of `stack` whose copies are wired alike; None where no two are (or none was found in TRIES)."""
-    stretches = [(0, stack.copies)]
+    windows = [(0, stack.copies)]
     tried: set[tuple[int, int]] = set()
-    while stretches and len(tried) < TRIES:
-        lo, hi = max(stretches, key=lambda s: (s[1] - s[0], -s[0]))
-        stretches.remove((lo, hi))
+    while windows and len(tried) < TRIES:
+        lo, hi = max(windows, key=lambda s: (s[1] - s[0], -s[0]))
+        windows.remove((lo, hi))
         if (lo, hi) in tried or hi - lo < 2:
             continue
         tried.add((lo, hi))
@@ -257,7 +257,7 @@ def settled(program: Program, stack: Stack) -> Stack | None:
         # A copy that reads otherwise may still be the first or the last of its stretch.
         walls = [lo - 1, *(lo + k for k in sorted(bad)), hi]
         for a, b in itertools.pairwise(walls):
-            stretches += [(max(lo, a + 1 - i), min(hi, b + j)) for i in (0, 1) for j in (0, 1)]
+            windows += [(max(lo, a + 1 - i), min(hi, b + j)) for i in (0, 1) for j in (0, 1)]
     return None
 
 
@@ -428,7 +428,7 @@ def _backward_of(
             shown = {k for n in copy for k in numbers[position[n]]}
             if len(shown) == 1:
                 layer[shown.pop()] = copy
-        lo, hi = _longest_stretch(sorted(layer))
+        lo, hi = _longest_span(sorted(layer))
         if hi - lo >= 2:
             found = settled(program, replace(stack.part(lo, hi), backward=tuple(layer[k] for k in range(lo, hi))))
             if found is not None:
@@ -436,7 +436,7 @@ def _backward_of(
     return None
 
 
-def _longest_stretch(numbers: Sequence[int]) -> tuple[int, int]:
+def _longest_span(numbers: Sequence[int]) -> tuple[int, int]:
     """Of sorted numbers, the longest [lo, hi) without a gap."""
     best = (0, 0)
     start = 0

@@ -21,7 +21,7 @@ from torch import fx, nn
 from autopar import _torch
 from autopar.capture.as_strided import plain_windows
 from autopar.capture.common_subexpressions import merge_equal
-from autopar.capture.effects import SetAnewError, Written, judge, made_by_torch, refuse_global_hooks, said, set_flags
+from autopar.capture.effects import SetAnewError, WrittenBuffers, judge, made_by_torch, refuse_global_hooks, said, set_flags
 from autopar.capture.hidden_states import install_recorders
 from autopar.capture.masks import plain_masks
 from autopar.capture.ops import captured_ops
@@ -102,7 +102,7 @@ class _Flat(nn.Module):
     written: buffers that forward sets anew. What they are set to is written into them at the end."""
 
     def __init__(
-        self, model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None, loss_only: bool, written: Written = frozenset()
+        self, model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None, loss_only: bool, written: WrittenBuffers = frozenset()
     ) -> None:
         super().__init__()
         self.m = model
@@ -257,7 +257,7 @@ def capture(
     scope = torch.autocast("cpu", dtype=autocast) if autocast is not None else torch.autocast("cpu", enabled=False)
     args, kwargs = call.arguments(call.tensors)
     notes = _torch.Notes()
-    written: Written = frozenset()
+    written: WrittenBuffers = frozenset()
 
     def judged(found: _torch.Notes) -> None:
         nonlocal notes

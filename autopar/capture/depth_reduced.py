@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 
-def shallow(model: nn.Module, layers: Mapping[str, int]) -> nn.Module:
+def reduced_depth(model: nn.Module, layers: Mapping[str, int]) -> nn.Module:
     """A copy of `model` with only the first layers of its module lists, by path. Parameters and buffers are the model's own, not copied."""
     memo: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     for path, n in layers.items():

@@ -19,7 +19,7 @@ from torch import nn
 from autopar import _torch
 from autopar.errors import CaptureError
 
-Written = frozenset[tuple[str, str]]  # buffers that forward sets anew: (module's name, buffer's)
+WrittenBuffers = frozenset[tuple[str, str]]  # buffers that forward sets anew: (module's name, buffer's)
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
@@ -27,12 +27,12 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 class SetAnewError(Exception):
     """Forward sets buffers anew: it has to be traced again, with writes into them at its end."""
 
-    def __init__(self, buffers: Written) -> None:
+    def __init__(self, buffers: WrittenBuffers) -> None:
         super().__init__(buffers)
         self.buffers = buffers
 
 
-def judge(notes: _torch.Notes, model: nn.Module, written: Written) -> None:
+def judge(notes: _torch.Notes, model: nn.Module, written: WrittenBuffers) -> None:
     """Raises CaptureError for what cannot be kept, and SetAnewError for buffers that are not in `written` yet."""
     if notes.foreign:
         raise CaptureError(

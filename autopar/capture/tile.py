@@ -34,7 +34,7 @@ Both = Callable[[Callable[[], Graph], Callable[[], Graph]], tuple[Graph, Graph]]
 def tiled(capture_at: Callable[[Any], Graph], depth: Depth, period: Depth = 1, both: Both | None = None) -> Folded:
     """The fold of `capture_at(depth)`, from shallower captures where they suffice.
 
-    both: makes two captures at once (`autopar.capture.forked`); any program takes two.
+    both: makes two captures at once (`autopar.capture.in_subprocess`); any program takes two.
     """
     depths = {"": depth} if isinstance(depth, int) else dict(depth)
     periods = dict.fromkeys(depths, period) if isinstance(period, int) else dict(period)

@@ -79,21 +79,21 @@ class Step:
         budget = self.memory if self.memory is None or self.memory in NAMES else parse_bytes(self.memory, "--memory")
         shape = None if self.mesh is None else _mesh(self.mesh)
         self.check(shape)
-        from autopar.capture import forked as fork
+        from autopar.capture.in_subprocess import is_worthwhile
 
         start = time.perf_counter()
-        with Screen("planning") as tell:
+        with Screen("planning") as on_progress:
             module, shapes = built(self.model, self.layers, self.batch, self.seq)
             # Imported when it is needed: it brings the solver with it.
             does: Callable[..., Any] = getattr(importlib.import_module("autopar.planner.offline"), verb)
             if cli_options.alone:
                 gc.freeze()  # modules stay: nobody looks through them for garbage, not even in the end
-            tell("imports and configuration", time.perf_counter() - start)
+            on_progress("imports and configuration", time.perf_counter() - start)
             options = {k: v for k, v in (("seconds", self.time_limit), ("gap", self.gap)) if v is not None}
             return does(
                 module, shapes, self.cluster, shape,
                 precision=self.precision, optimizer=self.optimizer, grad_accumulation=self.grad_accumulation, layout=self.layout, memory=budget,
-                offload=self.offload, options=options or None, progress=tell, fork=cli_options.alone and fork.useful(), **asked,
+                offload=self.offload, options=options or None, progress=on_progress, in_subprocess=cli_options.alone and is_worthwhile(), **asked,
             )  # fmt: skip
 
 

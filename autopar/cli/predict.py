@@ -41,12 +41,12 @@ def predict(
     from autopar.hardware.cluster import Cluster
 
     layout.replicas(Cluster.of(cluster).size)  # said before a model is built
-    with Screen("predicting") as tell:
+    with Screen("predicting") as on_progress:
         module, shapes = built(model, layers, batch, seq)
         from autopar.predict import predict as run
 
         done = run(
-            module, shapes, cluster, layout, global_batch=batch, runtime=runtime, precision=precision, optimizer=optimizer, progress=tell,
+            module, shapes, cluster, layout, global_batch=batch, runtime=runtime, precision=precision, optimizer=optimizer, progress=on_progress,
         )  # fmt: skip
     if as_json:
         from autopar.cli.documents import prediction_document

@@ -58,12 +58,12 @@ def search(
         try:
             with screen:
                 module, shapes = built(model, layers, batch, seq)
-                from autopar.capture.forked import useful
+                from autopar.capture.in_subprocess import is_worthwhile
                 from autopar.search import search as run
 
                 found = run(
                     module, shapes, cluster, global_batch=batch, top_k=top, runtime=runtime, memory=budget, precision=precision, optimizer=optimizer,
-                    progress=seen.tell, cache=cache, fork=cli_options.alone and useful(),
+                    progress=seen.on_progress, cache=cache, in_subprocess=cli_options.alone and is_worthwhile(),
                 )  # fmt: skip
         except KeyboardInterrupt:
             if seen.best:
@@ -100,7 +100,7 @@ class _Seen:
         self.stopped = False
         self.told = time.monotonic()
 
-    def tell(self, p: Progress) -> None:
+    def on_progress(self, p: Progress) -> None:
         self.best = p.best
         if self.stopped:  # what it raised was swallowed, in the middle of an import or by a callback
             raise KeyboardInterrupt

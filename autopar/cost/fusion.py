@@ -57,9 +57,9 @@ def fused(graph: Graph, rules: Mapping[str, Rule], by_module: bool = False) -> d
     rules: op name -> its rule. Views are left out: they are free. Products are in it too, as if by themselves. by_module: only ops of one module are
     joined, as where a norm or a rotation has a kernel written by hand.
     """
-    looks = Looks(graph, rules)
-    group = _groups(graph, rules, looks, by_module)
-    needed = _needed(graph, rules, looks, group)
+    storages = Storages(graph, rules)
+    group = _groups(graph, rules, storages, by_module)
+    needed = _needed(graph, rules, storages, group)
     seen: set[tuple[str, str]] = set()  # (group, tensor) that some op of the group has read
     launched: set[str] = set()
     out: dict[str, Share] = {}
@@ -69,11 +69,11 @@ def fused(graph: Graph, rules: Mapping[str, Rule], by_module: bool = False) -> d
         here = group[op.name]
         read = set()
         for t in reads(op):
-            made_by = looks.maker.get(t.name)
-            if made_by is not None and (group[made_by.name] == here or made_by.name in looks.constant):
+            made_by = storages.maker.get(t.name)
+            if made_by is not None and (group[made_by.name] == here or made_by.name in storages.constant):
                 continue
-            key = (here, looks.contents(t))
-            if key not in seen and not looks.is_expanded(t):
+            key = (here, storages.contents(t))
+            if key not in seen and not storages.is_expanded(t):
                 seen.add(key)
                 read.add(t.name)
         written = frozenset(t.name for t in writes(op) if t.name in needed)
@@ -85,10 +85,10 @@ def fused(graph: Graph, rules: Mapping[str, Rule], by_module: bool = False) -> d
 
 def kernels(graph: Graph, rules: Mapping[str, Rule]) -> dict[str, str]:
     """Op -> a name for the kernel it is compiled into, that of one of its ops; no views."""
-    return _groups(graph, rules, Looks(graph, rules), by_module=False)
+    return _groups(graph, rules, Storages(graph, rules), by_module=False)
 
 
-class Looks:
+class Storages:
     """Through views to the memory behind them. maker: tensor -> the op that wrote that memory; absent for graph inputs."""
 
     def __init__(self, graph: Graph, rules: Mapping[str, Rule]) -> None:
@@ -130,7 +130,7 @@ class Looks:
         return False
 
 
-def _groups(graph: Graph, rules: Mapping[str, Rule], looks: Looks, by_module: bool) -> dict[str, str]:
+def _groups(graph: Graph, rules: Mapping[str, Rule], storages: Storages, by_module: bool) -> dict[str, str]:
     """Op -> a name for its group, that of one of its ops; no views."""
     after: dict[str, int] = {}  # tensor -> the level of a fusible op that reads only this
     level: dict[str, int] = {}
@@ -147,11 +147,11 @@ def _groups(graph: Graph, rules: Mapping[str, Rule], looks: Looks, by_module: bo
         for op in graph.ops
         if op.name in level
         for t in reads(op)
-        if (made_by := looks.maker.get(t.name)) is not None
+        if (made_by := storages.maker.get(t.name)) is not None
         and made_by.direction == op.direction
         and (not by_module or made_by.module == op.module)
     ]
-    joins = {op.name for op in graph.ops if is_fusible(op, rules[op.name]) and op.name not in looks.constant}
+    joins = {op.name for op in graph.ops if is_fusible(op, rules[op.name]) and op.name not in storages.constant}
     first = _joined(level, edges, joins)
     uses: dict[str, set[str]] = {}
     for p, c in edges:
@@ -180,18 +180,18 @@ def _joined(level: Mapping[str, int], edges: list[tuple[str, str]], joins: set[s
     return {x: find(x) for x in parent}
 
 
-def _needed(graph: Graph, rules: Mapping[str, Rule], looks: Looks, group: Mapping[str, str]) -> set[str]:
+def _needed(graph: Graph, rules: Mapping[str, Rule], storages: Storages, group: Mapping[str, str]) -> set[str]:
     """Tensors that have to be in memory: read by another group, by an op by itself, or returned."""
     by_name = {op.name: op for op in graph.ops}
-    needed = {looks.root.get(t, t) for t in (*graph.outputs, *graph.grads.values(), *graph.buffer_updates.values()) if t}
+    needed = {storages.root.get(t, t) for t in (*graph.outputs, *graph.grads.values(), *graph.buffer_updates.values()) if t}
     for op in graph.ops:
         if op.name not in group:
             continue
         for t in reads(op):
-            p = looks.maker.get(t.name)
+            p = storages.maker.get(t.name)
             if p is None or group[p.name] == group[op.name]:
                 continue
-            if p.name in looks.constant and is_fusible(by_name[op.name], rules[op.name]):
+            if p.name in storages.constant and is_fusible(by_name[op.name], rules[op.name]):
                 continue
-            needed.add(looks.root.get(t.name, t.name))
+            needed.add(storages.root.get(t.name, t.name))
     return needed

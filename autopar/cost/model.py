@@ -80,7 +80,13 @@ class Cost:
         return Cost(cluster, mesh, together, halves(graph, rules, together))
 
     def op(
-        self, op: Op, rule: Rule, strategy: Strategy, ins: tuple[Placement, ...], outs: tuple[Placement | None, ...], again: bool = False
+        self,
+        op: Op,
+        rule: Rule,
+        strategy: Strategy,
+        ins: tuple[Placement, ...],
+        outs: tuple[Placement | None, ...],
+        recompute: bool = False,
     ) -> OpCost:
         """One run of `op` under `strategy` with its operands and outputs so placed (one placement for each of `op.inputs`). again: in backward, an op of forward."""
         if memory.is_view(op, rule):
@@ -91,8 +97,8 @@ class Cost:
         if rule.kind not in compute.HEAVY and self.fused is not None and op.name in self.fused:
             read, written, launches = self.fused[op.name]
         moved = memory.moved_bytes(op, ins, outs, self.mesh, read, written)
-        if again and op.name in self.halves.again:
-            times, launches, _ = self.halves.again[op.name]
+        if recompute and op.name in self.halves.recompute:
+            times, launches, _ = self.halves.recompute[op.name]
             moved = max(
                 LEAST * memory.moved_bytes(op, ins, outs, self.mesh, *alone),
                 times * memory.moved_bytes(op, ins, outs, self.mesh, frozenset(), alone[1]),
@@ -103,11 +109,11 @@ class Cost:
         kind = compute.attention_kind(op, rule, strategy, self.mesh) if rule.kind == "attention" else rule.kind
         return OpCost(self.kernel_s(kind, compute.compute_dtype(op), flops, moved, launches), flops, moved)
 
-    def stored(self, op: Op, again: bool = False) -> frozenset[str]:
+    def stored(self, op: Op, recompute: bool = False) -> frozenset[str]:
         """Of a memory-bound op's results, those that are in memory though none of them is kept for backward. again: where it runs again there."""
         assert self.fused is not None
-        if again:
-            return self.halves.again[op.name].stored if op.name in self.halves.again else self.fused[op.name].writes
+        if recompute:
+            return self.halves.recompute[op.name].stored if op.name in self.halves.recompute else self.fused[op.name].writes
         return self.halves.ahead[op.name].writes if op.name in self.halves.ahead else self.fused[op.name].writes
 
     def kernel_s(self, kind: str, dtype: str, flops: float, moved_bytes: float, launches: float) -> float:

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from autopar.cost.fusion import Looks, Share, fused, is_fusible, kernels
+from autopar.cost.fusion import Share, Storages, fused, is_fusible, kernels
 from autopar.cost.memory import is_view, reads
 from autopar.graph.graph import Graph, Op, Tensor
 from autopar.rules.grammar import Rule
@@ -29,7 +29,7 @@ from autopar.rules.grammar import Rule
 LEAST = 1 / 1000
 
 
-class Again(NamedTuple):
+class RecomputeCost(NamedTuple):
     """moved: bytes to and from memory by the bytes of its results, less what is spared; launches: whether it is a kernel of its own; stored: results that may be in
     memory, whatever else runs again."""
 
@@ -43,19 +43,19 @@ class Halves:
     """Forward and backward compiled apart. ahead: shares of forward's ops, if nothing is kept; again: ops of forward that backward makes again."""
 
     ahead: Mapping[str, Share] = field(default_factory=dict)
-    again: Mapping[str, Again] = field(default_factory=dict)
+    recompute: Mapping[str, RecomputeCost] = field(default_factory=dict)
 
 
 def halves(graph: Graph, rules: Mapping[str, Rule], kept: Mapping[str, Share]) -> Halves:
     """kept: `fused` of the whole graph."""
     ahead = fused(replace(graph, ops=tuple(op for op in graph.ops if op.direction == "forward"), grads={}, buffer_updates={}), rules)
-    return Halves(ahead, _Again(graph, rules, kept, ahead).run())
+    return Halves(ahead, _RecomputeCost(graph, rules, kept, ahead).run())
 
 
-class _Again:
+class _RecomputeCost:
     def __init__(self, graph: Graph, rules: Mapping[str, Rule], kept: Mapping[str, Share], ahead: Mapping[str, Share]) -> None:
         self.graph, self.rules, self.kept, self.ahead = graph, rules, kept, ahead
-        self.looks = Looks(graph, rules)
+        self.storages = Storages(graph, rules)
         self.backward = [op for op in graph.ops if op.direction == "backward"]
         self.tensors = {t.name: t for op in graph.ops for t in (*op.inputs, *op.outputs) if t is not None}
         self.made = {t.name: op for op in graph.ops for t in op.outputs if t is not None}
@@ -73,16 +73,16 @@ class _Again:
                 self.readers.setdefault(root, set()).add(self.group[op.name])
                 self.at_hand.setdefault(self.group[op.name], set()).add(root)
 
-    def run(self) -> dict[str, Again]:
+    def run(self) -> dict[str, RecomputeCost]:
         ours = self.possible()
         self.ours = {op.name for op in ours}
         stored = self.stored(ours) if ours else {}
         return {op.name: self.of(op, stored[op.name]) for op in ours if op.name in stored}
 
     def root(self, t: Tensor) -> str:
-        return self.looks.root.get(t.name, t.name)
+        return self.storages.root.get(t.name, t.name)
 
-    def of(self, op: Op, stored: frozenset[str]) -> Again:
+    def of(self, op: Op, stored: frozenset[str]) -> RecomputeCost:
         results = [t for t in op.outputs if t is not None]
         moved, launches = 0.0, False
         sources = self.sources(op)
@@ -103,7 +103,7 @@ class _Again:
                     at_hand = self.at_hand[self.group[first.name]]
                     at_hand.discard(t.name)
                     at_hand.update(sources)
-        return Again(moved / max(1, sum(t.nbytes for t in results)), launches, stored)
+        return RecomputeCost(moved / max(1, sum(t.nbytes for t in results)), launches, stored)
 
     def fuses(self, op: Op) -> bool:
         return is_fusible(op, self.rules[op.name])

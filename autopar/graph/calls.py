@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-AWAY = "away"  # meta of a node whose saved result is kept elsewhere: the medium
+OFFLOADED = "offloaded"  # meta of a node whose saved result is kept elsewhere: the medium
 _C10D = "_c10d_functional."
 _SENDS, _BRINGS = ("autopar.offload.default",), ("autopar.reload.default",)
 _ENDS = ("autopar.offloaded.default", "autopar.reloaded.default")
@@ -38,7 +38,7 @@ def transferred(n: Any) -> tuple[str, tuple[str, ...], int]:
     if str(n.target) in _SENDS:
         medium = n.args[1]
         return medium, ("d2h", "nvme_write") if medium == "nvme" else ("d2h",), nbytes(n.args[0])
-    medium = n.meta[AWAY]
+    medium = n.meta[OFFLOADED]
     return medium, ("nvme_read", "h2d") if medium == "nvme" else ("h2d",), nbytes(n)
 
 

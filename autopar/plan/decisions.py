@@ -92,7 +92,7 @@ class Decisions:
     @property
     def offload(self) -> dict[str, str]:
         """What is kept away from the device: tensor -> "host" | "nvme"."""
-        return {t: fate.removeprefix(OFFLOAD) for t, fate in self.activations.items() if fate.startswith(OFFLOAD)}
+        return {t: policy.removeprefix(OFFLOAD) for t, policy in self.activations.items() if policy.startswith(OFFLOAD)}
 
     @property
     def fallbacks(self) -> dict[str, int]:

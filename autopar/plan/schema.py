@@ -35,7 +35,7 @@ Positive = Annotated[int, Field(strict=True, ge=1, le=1 << 62)]
 Whole = Annotated[int, Field(strict=True, ge=-(1 << 63), lt=1 << 63)]
 Number = Annotated[float, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
-Fate = Literal["save", "recompute", "offload:host", "offload:nvme"]
+Policy = Literal["save", "recompute", "offload:host", "offload:nvme"]
 Reduction = Literal["sum", "max", "min"]
 Value = Text | Whole | Number
 
@@ -113,7 +113,7 @@ class PlanModel(_Model):
     segments: Short[tuple[Text, Table[Positive]]] = []
     together: Positive = 1
     cluster: Text = ""
-    activations: dict[Fate, Rows[Text]] = {}
+    activations: dict[Policy, Rows[Text]] = {}
     recompute: Rows[Text] = []
     unmet: Table[Text] = []
     predicted: Annotated[dict[Text, Number], Field(max_length=1000)] = {}
@@ -279,9 +279,9 @@ def _file(plan: Decisions) -> FileModel:
         )
 
     kept: _Interned[dict[str, Any]] = _Interned()
-    fates: dict[str, list[str]] = {}
-    for tensor, fate in sorted(plan.activations.items()):
-        fates.setdefault(fate, []).append(tensor)
+    policies: dict[str, list[str]] = {}
+    for tensor, policy in sorted(plan.activations.items()):
+        policies.setdefault(policy, []).append(tensor)
     rows: list[tuple[str, int | None, int | None, int | None]] = [(n, op_index(c), *about(n)) for n, c in plan.ops.items()]
     rows += [(n, None, *about(n)) for n in dict.fromkeys((*plan.targets, *plan.modules)) if n not in plan.ops]
     # Python's own numbers only: json would refuse numpy's integers, and write its floats by their names.
@@ -308,7 +308,7 @@ def _file(plan: Decisions) -> FileModel:
         "segments": sorted(plan.segments.items()),
         "together": plan.together,
         "cluster": plan.cluster,
-        "activations": fates,
+        "activations": policies,
         "recompute": sorted(plan.recompute),
         "unmet": plan.unmet,
         "predicted": {k: float(v) for k, v in plan.predicted.items()},
@@ -385,7 +385,7 @@ def _decode(file: FileModel, kind: type[P]) -> P:
         together=m.together,
         modules=modules,
         cluster=m.cluster,
-        activations={tensor: fate for fate, tensors in m.activations.items() for tensor in tensors},
+        activations={tensor: policy for policy, tensors in m.activations.items() for tensor in tensors},
         predicted=dict(m.predicted),
         solver={**m.solver, **file.timing},
     )

@@ -110,13 +110,13 @@ def _blocks(plan: Decisions) -> Iterator[str]:
             many = f"{len(numbers)} layers" if len(numbers) > 1 else "1 layer"
             which = "*" if len(kinds) == 1 else _ranges(numbers)
             blocks.append((f"{before}{which}  ({many})", before, by_number[numbers[0]]))
-    ops, fates = _ops(plan, {before for _, before, _ in blocks}), _fates(plan, {before for _, before, _ in blocks})
+    ops, policies = _ops(plan, {before for _, before, _ in blocks}), _policies(plan, {before for _, before, _ in blocks})
     blocks.insert(0, (OUTSIDE, "", outside))
     rows = [[_row(kind, rows) for kind, rows in _kinds(params, title != OUTSIDE).items()] for title, _, params in blocks]
     widths = [max((len(r[i]) for block in rows for r in block), default=0) for i in range(3)]
     seen: set[str] = set()
     for (title, before, _), block in zip(blocks, rows, strict=True):
-        more = [*ops[before], *fates[before]] if before not in seen else []
+        more = [*ops[before], *policies[before]] if before not in seen else []
         seen.add(before)
         if block or more:
             yield title
@@ -185,29 +185,29 @@ def strategy(plan: Decisions, target: str, c: OpChoice) -> str:
     return ", ".join(parts)
 
 
-def _fates(plan: Decisions, known: set[str]) -> dict[str, list[str]]:
+def _policies(plan: Decisions, known: set[str]) -> dict[str, list[str]]:
     """What a layer in the middle keeps for backward, and what is made again, by module; of every segment of layers with fates of their own."""
     Modules = dict[str, Counter[str]]  # by fate
     found: dict[str, dict[int, dict[int, Modules]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(lambda: defaultdict(Counter))))
     position = {op: i for i, op in enumerate(plan.ops)}
-    made = [(tensor.split(".")[0], tensor, fate) for tensor, fate in plan.activations.items()]
-    for op, _, fate in sorted(made, key=lambda m: (position.get(m[0], -1), m[1])):
+    made = [(tensor.split(".")[0], tensor, policy) for tensor, policy in plan.activations.items()]
+    for op, _, policy in sorted(made, key=lambda m: (position.get(m[0], -1), m[1])):
         base, _, of = op.partition(CLONE)
         view = op in plan.ops and plan.ops[op].kind == "view"
-        if base in plan.modules and not (view and fate == "recompute"):  # a view is made again for nothing
+        if base in plan.modules and not (view and policy == "recompute"):  # a view is made again for nothing
             before, number, rest = _home(plan.modules[base], known)
-            found[before][number][int(of) if of.isdigit() else -1][fate][LAYER.sub("*", rest) or plan.targets.get(op, op)] += 1
+            found[before][number][int(of) if of.isdigit() else -1][policy][LAYER.sub("*", rest) or plan.targets.get(op, op)] += 1
     out: dict[str, list[str]] = defaultdict(list)
     for before, layers in found.items():
         counts = plan.segments.get(before.rstrip("."), ())
         numbers, n = sorted(layers), plan.together
         for k, number in enumerate(numbers[-2 * n :][:n]):
             of_group = f"layer {k + 1} of {n}: " if n > 1 and len(numbers) > 1 else ""
-            for segment, fates in sorted(layers[number].items(), key=lambda x: (x[0] < 0, x[0])):
+            for segment, policies in sorted(layers[number].items(), key=lambda x: (x[0] < 0, x[0])):
                 whose = f"{n * counts[segment]} of {n * sum(counts)} layers: " if len(counts) > 1 and segment < len(counts) else ""
-                for fate, modules in sorted(fates.items(), reverse=True):
+                for policy, modules in sorted(policies.items(), reverse=True):
                     said = ", ".join(f"{m} ({x} x)" if x > 1 else m for m, x in modules.items())
-                    what = SAID.get(fate, fate)
+                    what = SAID.get(policy, policy)
                     out[before] += textwrap.wrap(
                         f"{whose}{of_group}{what}: {said}", WIDTH, subsequent_indent="    ", break_long_words=False
                     )

@@ -4,7 +4,7 @@ The program is formulated once; under another budget only the right-hand sides o
 can do, and names strategies (`solver.frontier`): a few sets of them serve all budgets. At a set, only fates are left to decide. There the
 relaxation says in what share of the layers something is kept, and a program with the layers cut at that share has an answer next to it.
 
-On three axes and more, strategies are those of programs with axes merged, and the bound is that of `formulate.ideal`, as in `autopar.planner.stages`.
+On three axes and more, strategies are those of programs with axes merged, and the bound is that of `formulate.lower_bound_problem`, as in `autopar.planner.stages`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from autopar.graph.mesh import Mesh
-from autopar.planner.formulation.lower_bound import ideal
+from autopar.planner.formulation.lower_bound import lower_bound_problem
 from autopar.planner.formulation.problem import Formulator
 from autopar.planner.segments import shares, two
-from autopar.planner.stages import WHOLE_AXES, WORTH, Found, Stages, economical, merged, uncollected
+from autopar.planner.stages import WHOLE_AXES, WORTH, Found, Stages, low_memory_strategies, merged, without_garbage_collection
 from autopar.solver.frontier import Answer, Floor, Relaxation, Relaxed, pareto, trace
 from autopar.solver.model import Program
 from autopar.solver.problem import Decision, Problem
@@ -30,7 +30,7 @@ from autopar.text.sizes import format_bytes
 
 SETS = 2  # sets of strategies whose fates are decided at one budget
 SLACK = 2e-3  # relative: a relaxation that cannot raise the bound by more is not solved
-POOR = 0.02  # relative: an answer so far above the bound that other strategies are looked for
+LARGE_GAP = 0.02  # relative: an answer so far above the bound that other strategies are looked for
 NODES = 10  # of a program of fates: the first few find what there is
 STEP = 0.01  # of the memory: answers nearer than this are one
 SAME = 1e-5  # of the time
@@ -64,7 +64,7 @@ class Budgets:
         self.all_axes = sum(n > 1 for n in stages.mesh.parents.values()) <= WHOLE_AXES
         meshes = [stages.mesh] if self.all_axes else list(merged(stages.mesh))
         wholes = [(mesh, *stages.formulated(self.v, mesh)) for mesh in meshes]
-        self.wholes = [(mesh, f, Relaxation(problem.loosened)) for mesh, f, problem in wholes]
+        self.wholes = [(mesh, f, Relaxation(problem.relaxed)) for mesh, f, problem in wholes]
         self.done: dict[tuple[int, float], Relaxed | None] = {}
         self.sets: dict[bytes, _Set] = {}
         self.known: dict[tuple[Mesh, tuple[int, ...]], bytes] = {}
@@ -73,8 +73,8 @@ class Budgets:
         self.first = False  # which way round the last cut lay that had the best answer
         _, f, self.bounding = self.wholes[0]
         if not self.all_axes:
-            whole_mesh = Formulator(self.v.q, self.v.rules, stages.mesh, self.v.cost, stages.setting)
-            self.bounding = Relaxation(ideal(f.formulated(), wholes[0][2], whole_mesh))
+            whole_mesh = Formulator(self.v.q, self.v.rules, stages.mesh, self.v.cost, stages.training)
+            self.bounding = Relaxation(lower_bound_problem(f.formulated(), wholes[0][2], whole_mesh))
 
     # ---- ends and between ------------------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ class Budgets:
             self.relaxed(i, most_bytes)
         ends = [*map(_answer, known), *self.ask(most_bytes)]
         self.floor.levels += [(found.problem.budget_bytes, found.answer.bound_s) for found in known if isinstance(found.answer, Solution)]
-        self.stages.tell("fastest", time.perf_counter() - start)
+        self.stages.on_progress("fastest", time.perf_counter() - start)
         start = time.perf_counter()
         self.stages.begin("least memory")
         smallest = self.least()
@@ -94,13 +94,13 @@ class Budgets:
         ends = [a for a in (*ends, _answer(smallest)) if a.peak_bytes <= most_bytes]
         if not ends:
             return over(smallest, most_bytes)
-        self.stages.tell("least memory", time.perf_counter() - start)
+        self.stages.on_progress("least memory", time.perf_counter() - start)
         start = time.perf_counter()
         self.stages.begin("between")
         ends += self.no_slower(pareto(ends)[0])
         found = trace(ends, self.ask_in_time, count, lambda: not self.late, STEP, SAME)
         found = [self.bounded(a) for a in found]
-        self.stages.tell("between", time.perf_counter() - start)
+        self.stages.on_progress("between", time.perf_counter() - start)
         return found
 
     def no_slower(self, fastest: Answer[Found]) -> list[Answer[Found]]:
@@ -108,8 +108,8 @@ class Budgets:
         and the smallest of the best cut found so."""
         budget = self.floor.reach(fastest.time_s * (1 + SAME))
         for _ in range(TURNS):
-            if self.vague(budget):
-                self.learn(budget, self.bounding.at(budget, self.stages.left))
+            if self.needs_bound(budget):
+                self.add_bound(budget, self.bounding.at(budget, self.stages.left))
             if (budget := self.floor.reach(fastest.time_s * (1 + SAME))) <= 0:
                 break
         found = self.ask_in_time(budget * (1 + STEP)) if 0 < budget * (1 + STEP) < fastest.peak_bytes * (1 - STEP) else []
@@ -125,7 +125,9 @@ class Budgets:
         """The fastest of the smallest peak that is found."""
         best: tuple[float, Decision, _Set, Segments] | None = None
         for i, (mesh, f, _) in enumerate(self.wholes):
-            strategies = economical(f, partial(self.relaxed, i), lambda chosen, mesh=mesh: self.smallest_of(self.set_of(mesh, chosen)))  # type: ignore[misc]
+            strategies = low_memory_strategies(
+                f, partial(self.relaxed, i), lambda chosen, mesh=mesh: self.smallest_of(self.set_of(mesh, chosen))
+            )  # type: ignore[misc]
             if strategies is None:
                 continue
             mine = self.set_of(mesh, strategies)
@@ -136,8 +138,8 @@ class Budgets:
         if best is None:
             raise NoAnswer("no answer, whatever the budget", -math.inf)
         peak, known, mine, segments = best
-        if self.vague(peak):
-            self.learn(peak, self.bounding.at(peak, self.stages.left))
+        if self.needs_bound(peak):
+            self.add_bound(peak, self.bounding.at(peak, self.stages.left))
         found = self.solved(mine, segments, peak * (1 + GRACE), known)
         if found is None:
             raise NoAnswer("no answer at the smallest peak", -math.inf)
@@ -160,13 +162,13 @@ class Budgets:
     def ask(self, budget_bytes: float) -> list[Answer[Found]]:
         """The answers that are found within a budget, at the sets of strategies that promise most."""
         with ThreadPoolExecutor(1) as beside:  # the solver runs beside Python
-            bound = beside.submit(self.bounding.at, budget_bytes, self.stages.left) if self.vague(budget_bytes) else None
+            bound = beside.submit(self.bounding.at, budget_bytes, self.stages.left) if self.needs_bound(budget_bytes) else None
             known = dict(self.sets)
             found = self.best_of(known, budget_bytes, [])
             if bound is not None:
-                self.learn(budget_bytes, bound.result())
-        if bound is None and min((a.time_s for a in found), default=math.inf) > self.floor.bound_s(budget_bytes) * (1 + POOR):
-            self.learn(budget_bytes, self.bounding.at(budget_bytes, self.stages.left))  # there may be better strategies
+                self.add_bound(budget_bytes, bound.result())
+        if bound is None and min((a.time_s for a in found), default=math.inf) > self.floor.bound_s(budget_bytes) * (1 + LARGE_GAP):
+            self.add_bound(budget_bytes, self.bounding.at(budget_bytes, self.stages.left))  # there may be better strategies
         return self.best_of({c: s for c, s in self.sets.items() if c not in known}, budget_bytes, found)
 
     def best_of(self, sets: Mapping[bytes, _Set], budget_bytes: float, found: list[Answer[Found]]) -> list[Answer[Found]]:
@@ -221,11 +223,11 @@ class Budgets:
 
     # ---- relaxations -----------------------------------------------------------------------------------------------
 
-    def vague(self, budget_bytes: float) -> bool:
+    def needs_bound(self, budget_bytes: float) -> bool:
         """Whether a relaxation at this budget could say more than those that are known."""
         return budget_bytes > self.floor.least_bytes and self.floor.slack(budget_bytes) > SLACK
 
-    def learn(self, budget_bytes: float, found: Relaxed | None) -> None:
+    def add_bound(self, budget_bytes: float, found: Relaxed | None) -> None:
         """From the relaxation that bounds: the bound, and strategies, if it is of a program that has some."""
         self.floor.add(budget_bytes, found)
         mesh, f, _ = self.wholes[0]
@@ -238,7 +240,7 @@ class Budgets:
             mesh, f, relaxation = self.wholes[i]
             found = self.done[i, budget_bytes] = relaxation.at(budget_bytes, self.stages.left)
             if self.all_axes:
-                self.learn(budget_bytes, found)
+                self.add_bound(budget_bytes, found)
             elif found is not None:
                 self.set_of(mesh, f.all_strategies(found.strategies))
         return self.done[i, budget_bytes]
@@ -313,9 +315,9 @@ def within_budget(stages: Stages) -> Found:
     """What `Stages.run` is for, found as a frontier's plans are: little above the smallest peak that leads to an answer where the program of the budget has none in time.
     Raises NoAnswer, also where the smallest peak that is found is too much, and no bound says that every one is."""
     stages.start = time.perf_counter()
-    budget_bytes = stages.setting.budget_bytes
+    budget_bytes = stages.training.budget_bytes
     found: list[Answer[Found]] = []
-    with uncollected():
+    with without_garbage_collection():
         budgets = Budgets(stages)
         with contextlib.suppress(TimeoutError):
             found = budgets.ask(budget_bytes)
@@ -325,7 +327,7 @@ def within_budget(stages: Stages) -> Found:
                 raise NoAnswer(f"of what was found in time, {format_bytes(smallest.answer.least_bytes)} a device is the least", -math.inf)
             return smallest
         best = budgets.bounded(min(found, key=lambda a: a.time_s)).item
-    stages.tell("within the budget", time.perf_counter() - stages.start)
+    stages.on_progress("within the budget", time.perf_counter() - stages.start)
     assert isinstance(best.answer, Solution)
     return replace(best, answer=replace(best.answer, seconds=time.perf_counter() - stages.start))
 
@@ -333,12 +335,12 @@ def within_budget(stages: Stages) -> Found:
 def least(stages: Stages) -> Found:
     """The fastest answer of the smallest peak that is found; how much it is over the budget, if it is."""
     stages.start = time.perf_counter()
-    with uncollected():
+    with without_garbage_collection():
         found = Budgets(stages).least()
-    stages.tell("least memory", time.perf_counter() - stages.start)
+    stages.on_progress("least memory", time.perf_counter() - stages.start)
     assert isinstance(found.answer, Solution)
-    if max(found.answer.price.row_bytes, default=0.0) > stages.setting.budget_bytes:
-        return replace(found, answer=over(found, stages.setting.budget_bytes))
+    if max(found.answer.price.row_bytes, default=0.0) > stages.training.budget_bytes:
+        return replace(found, answer=over(found, stages.training.budget_bytes))
     return replace(found, answer=replace(found.answer, seconds=time.perf_counter() - stages.start))
 
 

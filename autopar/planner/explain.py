@@ -23,7 +23,7 @@ from autopar.planner.axes import divides_poorly
 from autopar.planner.formulation.apply import apply
 from autopar.planner.formulation.layouts import by_role, forbidden
 from autopar.planner.formulation.names import Names
-from autopar.planner.formulation.setting import Setting
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.layout import Layout
 from autopar.planner.refit import leaf_names
 from autopar.planner.stages import WHOLE_AXES, Found, Stages
@@ -60,7 +60,7 @@ class _Cannot(Exception):
     """The reason, for people."""
 
 
-class _Wish(NamedTuple):
+class _WantedSplit(NamedTuple):
     """What an axis of the user's shall split: a dim of the result, a loop by its letter, or (both None) nothing."""
 
     dim: int | None = None
@@ -81,7 +81,7 @@ def explain_graph(
     folded: Folded,
     mesh_axes: Mapping[str, int],
     cluster: Cluster,
-    setting: Setting,
+    training: TrainingConfig,
     op: str,
     placement: str,
     limits: Limits | None = None,
@@ -100,7 +100,7 @@ def explain_graph(
             fix="ask with a mesh whose neighbouring axes are joined (4x2x8 as 8x8)",
         )
     asked = _found(folded, op)
-    wishes = _wishes(placement, mesh, asked.target)
+    wanted_splits = _wanted_splits(placement, mesh, asked.target)
     hand = None if layout is None else Layout.of(layout, mesh)
     merged = mesh if hand is None else by_role(hand, mesh)
 
@@ -111,7 +111,7 @@ def explain_graph(
         problem = as_planned(problem, names, rules, on)
         out = set(problem.forbidden)
         for name in asked.classes:
-            choice, left = _matching(name, asked, wishes, names, rules, mesh)
+            choice, left = _matching(name, asked, wanted_splits, names, rules, mesh)
             out |= {(choice, s) for s in range(len(problem.choices[choice].labels)) if s not in left}
         for c, labels in enumerate(choice.labels for choice in problem.choices):
             if all((c, s) in out for s in range(len(labels))):
@@ -120,13 +120,13 @@ def explain_graph(
 
     title = f"{asked.said}: {placement}"
     try:
-        instead = Stages(folded, merged, cluster, setting, limits, progress, as_asked).run(merge=False)
+        instead = Stages(folded, merged, cluster, training, limits, progress, as_asked).run(merge=False)
     except _Cannot as e:
         return Explanation("cannot", f"{title}\nIt cannot be: {e}")
     except TimeoutError as e:
         raise AutoparError(f"The solver found no plan: {e}", fix="give it more time (--time-limit)") from e
-    found = Stages(folded, merged, cluster, setting, limits, progress, as_planned).run(merge=False)
-    return _answer(title, asked, wishes, folded, mesh, setting, found, instead)
+    found = Stages(folded, merged, cluster, training, limits, progress, as_planned).run(merge=False)
+    return _answer(title, asked, wanted_splits, folded, mesh, training, found, instead)
 
 
 # ---- the question ------------------------------------------------------------------------------------------------
@@ -178,13 +178,13 @@ def _told(names: Sequence[str], count: int) -> str:
     return f"{', '.join(names[:SHOWN])} ({count} x)" if count > 1 else ", ".join(names[:SHOWN])
 
 
-def _wishes(text: str, mesh: Mesh, target: str) -> dict[str, _Wish]:
+def _wanted_splits(text: str, mesh: Mesh, target: str) -> dict[str, _WantedSplit]:
     axes = dict.fromkeys((*mesh.parents, *mesh.names))
     letters = {name: letter for letter, name in LETTERS.get(target.rsplit(".", 1)[0], {}).items()}
-    found: dict[str, _Wish] = {}
+    found: dict[str, _WantedSplit] = {}
     at = 0
     if text.strip().lower() in ("r", "replicate", "replicated"):
-        return dict.fromkeys(mesh.parents, _Wish())
+        return dict.fromkeys(mesh.parents, _WantedSplit())
     while at < len(text):
         match = _WORD.match(text, at)
         if match is None:
@@ -201,11 +201,11 @@ def _wishes(text: str, mesh: Mesh, target: str) -> dict[str, _Wish]:
             raise MeshError(f"The mesh has no axis {axis[:50]!r}", where="PLACEMENT", fix=f"{meant}It has {', '.join(axes)}")
         dim = _DIM.fullmatch(what)
         if what.lower() in ("r", "replicate", "replicated", "repeated", "-"):
-            found[axis] = _Wish()
+            found[axis] = _WantedSplit()
         elif dim is not None:
-            found[axis] = _Wish(dim=int(dim[1][:6]))
+            found[axis] = _WantedSplit(dim=int(dim[1][:6]))
         else:
-            found[axis] = _Wish(letter=letters.get(what, what))
+            found[axis] = _WantedSplit(letter=letters.get(what, what))
     return found
 
 
@@ -213,54 +213,57 @@ def _wishes(text: str, mesh: Mesh, target: str) -> dict[str, _Wish]:
 
 
 def _matching(
-    name: str, asked: _Asked, wishes: Mapping[str, _Wish], names: Names, rules: Mapping[str, Rule], mesh: Mesh
+    name: str, asked: _Asked, wanted_splits: Mapping[str, _WantedSplit], names: Names, rules: Mapping[str, Rule], mesh: Mesh
 ) -> tuple[int, set[int]]:
     """The choice that decides about `name`, and its strategies that are as wished; _Cannot where there are none."""
     if not asked.target:
-        return _storages(name, wishes, names, mesh)
+        return _storages(name, wanted_splits, names, mesh)
     if name in names.clusters.of:
-        return _strategies(name, wishes, names, rules[name], mesh)
+        return _strategies(name, wanted_splits, names, rules[name], mesh)
     raise _Cannot("it follows from a parameter alone: it is placed as whoever reads it does")
 
 
-def _storages(tensor: str, wishes: Mapping[str, _Wish], names: Names, mesh: Mesh) -> tuple[int, set[int]]:
+def _storages(tensor: str, wanted_splits: Mapping[str, _WantedSplit], names: Names, mesh: Mesh) -> tuple[int, set[int]]:
     choice, options = names.storage[tensor]
-    shape = names.quotient.graph.tensors[tensor].shape
-    for axis, wish in wishes.items():
-        if wish.letter is not None:
+    shape = names.symmetry.graph.tensors[tensor].shape
+    for axis, wanted_split in wanted_splits.items():
+        if wanted_split.letter is not None:
             raise _Cannot(f"a parameter has dims, not loops: ask for Shard(0) over {axis}")
-        if wish.dim is not None and wish.dim >= len(shape):
+        if wanted_split.dim is not None and wanted_split.dim >= len(shape):
             raise _Cannot(f"it has {len(shape)} dims, of shape {list(shape)}")
     left = set()
     for s, o in enumerate(options):
         if all(
-            all((o.placement.where[a][0] == wish.dim) if a in o.placement.where else wish.dim is None for a in _children(axis, mesh))
-            for axis, wish in wishes.items()
+            all(
+                (o.placement.where[a][0] == wanted_split.dim) if a in o.placement.where else wanted_split.dim is None
+                for a in _children(axis, mesh)
+            )
+            for axis, wanted_split in wanted_splits.items()
         ):
             left.add(s)
     if not left:
-        for axis, wish in wishes.items():
+        for axis, wanted_split in wanted_splits.items():
             size = mesh.sizes_product(tuple(_children(axis, mesh)))
-            if wish.dim is not None and shape[wish.dim] % size:
-                raise _Cannot(f"dim {wish.dim} of {list(shape)} does not divide over the {size} devices of {axis}")
+            if wanted_split.dim is not None and shape[wanted_split.dim] % size:
+                raise _Cannot(f"dim {wanted_split.dim} of {list(shape)} does not divide over the {size} devices of {axis}")
         raise _Cannot(f"a parameter of shape {list(shape)} can be stored as {_some([o.label for o in options])}")
     return choice, left
 
 
-def _strategies(name: str, wishes: Mapping[str, _Wish], names: Names, rule: Rule, mesh: Mesh) -> tuple[int, set[int]]:
+def _strategies(name: str, wanted_splits: Mapping[str, _WantedSplit], names: Names, rule: Rule, mesh: Mesh) -> tuple[int, set[int]]:
     c = names.clusters.of[name]
     wanted: dict[str, set[str]] = {}
-    for axis, wish in wishes.items():
+    for axis, wanted_split in wanted_splits.items():
         letters: set[str] = set()
         outs = next(o for o in rule.outputs if o is not None)
-        if wish.letter is not None:
-            if wish.letter not in rule.factors:
-                raise _Cannot(f"it has no loop {wish.letter!r}; its loops are {_some(list(rule.factors))}")
-            letters = {wish.letter}
-        elif wish.dim is not None:
-            if wish.dim >= len(outs):
+        if wanted_split.letter is not None:
+            if wanted_split.letter not in rule.factors:
+                raise _Cannot(f"it has no loop {wanted_split.letter!r}; its loops are {_some(list(rule.factors))}")
+            letters = {wanted_split.letter}
+        elif wanted_split.dim is not None:
+            if wanted_split.dim >= len(outs):
                 raise _Cannot(f"its result has {len(outs)} dims")
-            letters = set(outs[wish.dim])
+            letters = set(outs[wanted_split.dim])
         if letters and not any(rule.factors[x].split for x in letters):
             raise _Cannot(f"{' '.join(sorted(letters))} may not be split: what it gives is not put together from parts of that loop")
         wanted[axis] = letters
@@ -300,19 +303,26 @@ def _some(texts: Sequence[str]) -> str:
 
 
 def _answer(
-    title: str, asked: _Asked, wishes: Mapping[str, _Wish], folded: Folded, mesh: Mesh, setting: Setting, found: Found, instead: Found
+    title: str,
+    asked: _Asked,
+    wanted_splits: Mapping[str, _WantedSplit],
+    folded: Folded,
+    mesh: Mesh,
+    training: TrainingConfig,
+    found: Found,
+    instead: Found,
 ) -> Explanation:
     if isinstance(found.answer, Infeasible):
         return Explanation("does not fit", f"{title}\nNo plan fits, with or without it: {_lacking(found.answer, folded, mesh)}")
-    plan = _plan(folded, mesh, setting, found)
+    plan = _plan(folded, mesh, training, found)
     lines = [title, f"The plan has {_what(asked, folded, plan)}: step {format_time(found.answer.objective_s)}."]
     step = found.answer.objective_s
     if isinstance(instead.answer, Infeasible):
         lines.append(f"As asked, no plan fits: {_lacking(instead.answer, folded, mesh)}")
         return Explanation("does not fit", "\n".join(lines), step)
-    if _has(asked, wishes, found, mesh):
+    if _has(asked, wanted_splits, found, mesh):
         return Explanation("does", "\n".join([lines[0], f"So it is in the plan. {lines[1]}"]), step, step)
-    other = _plan(folded, mesh, setting, instead)
+    other = _plan(folded, mesh, training, instead)
     now = instead.answer.objective_s
     if now <= step * (1 + max(found.answer.gap, instead.answer.gap)):
         lines.append(f"As asked, {_what(asked, folded, other)}: step {format_time(now)}, as good within the solver's gap.")
@@ -330,9 +340,9 @@ def _lacking(answer: Infeasible, folded: Folded, mesh: Mesh) -> str:
     return f"memory, {answer.position}: {format_bytes(answer.shortfall_bytes)} too much ({why})"
 
 
-def _plan(folded: Folded, mesh: Mesh, setting: Setting, found: Found) -> Plan:
+def _plan(folded: Folded, mesh: Mesh, training: TrainingConfig, found: Found) -> Plan:
     assert isinstance(found.answer, Solution)
-    made = apply(folded, found.shrunk, found.rules, mesh, setting, found.problem, found.names, found.answer.decision)
+    made = apply(folded, found.shrunk, found.rules, mesh, training, found.problem, found.names, found.answer.decision)
     leaves = leaf_names(folded)
     return replace(made, collectives=tuple(replace(c, tensor=leaves.get(c.tensor, c.tensor)) for c in made.collectives))
 
@@ -346,11 +356,11 @@ def _what(asked: _Asked, folded: Folded, plan: Plan) -> str:
     return " and ".join(dict.fromkeys(placed(plan.params[by_tensor[t]].storage) for t in asked.classes))
 
 
-def _has(asked: _Asked, wishes: Mapping[str, _Wish], found: Found, mesh: Mesh) -> bool:
+def _has(asked: _Asked, wanted_splits: Mapping[str, _WantedSplit], found: Found, mesh: Mesh) -> bool:
     assert isinstance(found.answer, Solution)
     for name in asked.classes:
         try:
-            choice, left = _matching(name, asked, wishes, found.names, found.rules, mesh)
+            choice, left = _matching(name, asked, wanted_splits, found.names, found.rules, mesh)
         except _Cannot:  # of a program with strategies already chosen
             return False
         if found.answer.decision.strategies[choice] not in left:

@@ -23,10 +23,10 @@ from autopar.plan.diff import parameters
 from autopar.plan.plan import Plan
 from autopar.plan.text import HEAVY, LAYER, strategy
 from autopar.planner.budgets import Budgets
-from autopar.planner.formulation.setting import Setting
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.layout import Layout
 from autopar.planner.planning import Step, does_not_fit, plan_of
-from autopar.planner.stages import Found, uncollected
+from autopar.planner.stages import Found, without_garbage_collection
 from autopar.rules import lookup
 from autopar.solver.fold import Folded
 from autopar.solver.problem import DEVICE
@@ -140,7 +140,7 @@ def frontier_graph(
     graph: Graph | Folded,
     mesh_axes: Mapping[str, int],
     cluster: Cluster,
-    setting: Setting,
+    training: TrainingConfig,
     points: int = 20,
     limits: Limits | None = None,
     progress: Callable[[str, float], None] | None = None,
@@ -159,16 +159,16 @@ def frontier_graph(
             f"a frontier of {points!r} points cannot be", fix="ask for at least 2: the fastest plan and the one of least memory"
         )
     start = time.perf_counter()
-    step = Step.of(graph, mesh_axes, cluster, setting, limits, progress, layout)
+    step = Step.of(graph, mesh_axes, cluster, training, limits, progress, layout)
     step.stages.start = start
-    with step.in_time(), uncollected():
+    with step.in_time(), without_garbage_collection():
         budgets = Budgets(step.stages)
         answers = budgets.frontier(points, most_bytes, known)
     if isinstance(answers, Infeasible):
         raise does_not_fit(answers, step)
     late = budgets.late
     plans = [finish(plan_of(step, a.item, a.peak_bytes)) for a in answers]
-    kept = [fates(a.item) for a in answers]
+    kept = [policies(a.item) for a in answers]
     out = []
     for i, (a, plan) in enumerate(zip(answers, plans, strict=True)):
         changes = [*moved(kept[i], kept[i + 1]), *resharded(plan, plans[i + 1])] if i + 1 < len(answers) else []
@@ -181,7 +181,7 @@ def frontier_graph(
 
 
 @dataclass(frozen=True)
-class Fates:
+class PolicyCounts:
     """Of the tensors of a class: how many of the program have which fate. module: its path, layers starred; size: bytes of them all."""
 
     module: str
@@ -191,26 +191,26 @@ class Fates:
     counts: Counter[str]
 
 
-def fates(found: Found) -> dict[str, Fates]:
+def policies(found: Found) -> dict[str, PolicyCounts]:
     """What of forward backward needs, by class of tensors."""
     assert isinstance(found.answer, Solution)
-    problem, decision, q = found.problem, found.answer.decision, found.names.quotient
-    again = {found.names.reruns[i] for i in decision.rerun}
-    out: dict[str, Fates] = {}
+    problem, decision, q = found.problem, found.answer.decision, found.names.symmetry
+    recompute = {found.names.reruns[i] for i in decision.rerun}
+    out: dict[str, PolicyCounts] = {}
     for op in q.graph.ops:
         for t in op.outputs if op.direction == "forward" else ():
             v = found.names.value_of.get(q.group[t.name]) if t is not None else None
-            if t is None or v is None or not problem.values[v].fates:
+            if t is None or v is None or not problem.values[v].policies:
                 continue
             if kept := decision.kept.get(v):
-                medium = problem.values[v].fates[min(kept)].medium
-                fate = SAVE if medium == DEVICE else f"{OFFLOAD}{medium}"
+                medium = problem.values[v].policies[min(kept)].medium
+                policy = SAVE if medium == DEVICE else f"{OFFLOAD}{medium}"
             else:
-                fate = RECOMPUTE if (q.rep[op.name], q.segment[op.name]) in again else UNUSED
+                policy = RECOMPUTE if (q.rep[op.name], q.segment[op.name]) in recompute else UNUSED
             rep = q.tensor_rep[t.name]
             if rep not in out:
-                out[rep] = Fates(*_named(op), lookup(op).kind in HEAVY, float(t.nbytes), Counter())
-            out[rep].counts[fate] += q.tensor_times[t.name]
+                out[rep] = PolicyCounts(*_named(op), lookup(op).kind in HEAVY, float(t.nbytes), Counter())
+            out[rep].counts[policy] += q.tensor_times[t.name]
     return out
 
 
@@ -218,7 +218,7 @@ def _named(op: Op) -> tuple[str, str]:
     return LAYER.sub("*", op.module), op.target.split(".")[1]
 
 
-def moved(a: Mapping[str, Fates], b: Mapping[str, Fates]) -> list[str]:
+def moved(a: Mapping[str, PolicyCounts], b: Mapping[str, PolicyCounts]) -> list[str]:
     """What `b` keeps, moves away or makes again where `a` does not, the largest first. What is made again only because something else is, is told of heavy operators."""
     found: dict[tuple[str, int, str], list[tuple[float, str]]] = {}
     for rep in {**a, **b}:

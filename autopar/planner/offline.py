@@ -1,6 +1,6 @@
 """`autopar.plan`: a plan without the cluster. The model may lie on the meta device; nothing is computed and no process group is needed.
 
-The time to capture does not grow with depth: copies of the module with few layers are captured (`tile.py`, `shallow.py`), and the whole module only where
+The time to capture does not grow with depth: copies of the module with few layers are captured (`tile.py`, `reduced_depth.py`), and the whole module only where
 they do not show what it is. The plan names the operators that were captured; `refit` gives it the names of a capture of the whole.
 """
 
@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from autopar.capture.capture import Call, capture, off_cache
-from autopar.capture.depth_reduced import shallow
+from autopar.capture.depth_reduced import reduced_depth
 from autopar.capture.describe import describe
-from autopar.capture.forked import both
+from autopar.capture.in_subprocess import beside
 from autopar.capture.randomness import refuse_unknown_random
 from autopar.capture.tile import Both, expand_params, layer_periods, least_depth, tiled
 from autopar.cost.optimizers import kind_of
@@ -28,7 +28,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Plan
 from autopar.planner.axes import mesh_axes, refuse_unfilled
 from autopar.planner.explain import Explanation, explain_graph
-from autopar.planner.formulation.setting import Setting
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.frontier import Frontier, frontier_graph
 from autopar.planner.layout import Layout
 from autopar.planner.memory import Memory
@@ -36,7 +36,7 @@ from autopar.planner.offload import Offload
 from autopar.planner.planning import plan_graph, within
 from autopar.planner.precision import Precision
 from autopar.planner.refit import modules_of, served
-from autopar.planner.request import setting
+from autopar.planner.request import training_config
 from autopar.planner.stages import WHOLE_AXES, Found
 from autopar.solver.fold import Folded, fold
 from autopar.solver.solve import Limits
@@ -51,7 +51,7 @@ class Task:
     folded: Folded
     mesh_axes: dict[str, int]
     cluster: Cluster
-    setting: Setting
+    training: TrainingConfig
 
 
 def plan(
@@ -69,7 +69,7 @@ def plan(
     offload: Offload | str | bool | None = None,
     options: Mapping[str, float] | None = None,
     progress: Callable[[str, float], None] | None = None,
-    fork: bool = False,
+    in_subprocess: bool = False,
 ) -> Plan:
     """The best plan of one training step of `model` on `cluster`.
 
@@ -78,23 +78,23 @@ def plan(
     one call, with its share of the reduction of gradients and of that step. memory: budget of a device in bytes; "fastest", as by default: what it has, less a reserve; "least": the plan of the smallest
     peak instead of the fastest one. offload: where activations may be kept besides the device: "host",
     False or an `Offload`; default nowhere. layout: the best plan that is this hand
-    layout. options: "seconds" and "gap" of the solver. progress: called with a stage's name and its seconds (`autopar.text.stages` says with what else). fork: captures two depths of the model at
+    layout. options: "seconds" and "gap" of the solver. progress: called with a stage's name and its seconds (`autopar.text.stages` says with what else). in_subprocess: captures two depths of the model at
     once, one in a forked process: not where other threads run or CUDA is in use.
 
     Raises InfeasibleError when nothing fits, CaptureError, MeshError, ClusterError, LayoutError.
     """
-    tell = _Stages(progress)
+    on_progress = _Stages(progress)
     refuse_unfilled(mesh_axes(mesh, where := Cluster.of(cluster)), where)
-    t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, tell, fork)
+    t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, on_progress, in_subprocess)
     limits = Limits(**(options or {}))  # type: ignore[arg-type]
     least = Memory.of(memory).least
-    planned = plan_graph(t.folded, t.mesh_axes, t.cluster, t.setting, limits, tell, layout, least)
+    planned = plan_graph(t.folded, t.mesh_axes, t.cluster, t.training, limits, on_progress, layout, least)
     made = _of_the_whole(planned.plan, t.folded, model)
-    tell.rest()
-    setting = within(t.setting, planned.plan) if least else t.setting
+    on_progress.rest()
+    training = within(t.training, planned.plan) if least else t.training
     known = (planned.found,) if len(t.mesh_axes) > WHOLE_AXES else ()  # the frontier does not solve the whole program of so many
     return made.explained_by(
-        lambda op, placement: explain_graph(t.folded, t.mesh_axes, t.cluster, setting, op, placement, limits, None, layout),
+        lambda op, placement: explain_graph(t.folded, t.mesh_axes, t.cluster, training, op, placement, limits, None, layout),
         lambda points: _frontier(t, points, limits, None, layout, known=known),
     )
 
@@ -115,23 +115,23 @@ def frontier(
     offload: Offload | str | bool | None = None,
     options: Mapping[str, float] | None = None,
     progress: Callable[[str, float], None] | None = None,
-    fork: bool = False,
+    in_subprocess: bool = False,
 ) -> Frontier:
     """Plans from the fastest to the one of least memory: `plan.frontier()` of what `plan` makes of the same arguments, without making it.
 
     points: at most so many. memory: no plan that needs more; default any, also more than a device has. options: "seconds" are for all points.
     """
-    tell = _Stages(progress)
-    wish = Memory.of(memory)
-    if wish.least:
+    on_progress = _Stages(progress)
+    request = Memory.of(memory)
+    if request.least:
         raise AutoparError(
             "a frontier ends at the least memory anyway", fix="leave memory= out, or give the most bytes that a plan may need"
         )
     refuse_unfilled(mesh_axes(mesh, where := Cluster.of(cluster)), where)
-    t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, tell, fork)
-    most = math.inf if wish.budget_bytes is None else wish.budget_bytes
-    found = _frontier(t, points, Limits(**(options or {})), tell, layout, most)  # type: ignore[arg-type]
-    tell.rest()
+    t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, on_progress, in_subprocess)
+    most = math.inf if request.budget_bytes is None else request.budget_bytes
+    found = _frontier(t, points, Limits(**(options or {})), on_progress, layout, most)  # type: ignore[arg-type]
+    on_progress.rest()
     return found
 
 
@@ -152,22 +152,22 @@ def explain(
     offload: Offload | str | bool | None = None,
     options: Mapping[str, float] | None = None,
     progress: Callable[[str, float], None] | None = None,
-    fork: bool = False,
+    in_subprocess: bool = False,
 ) -> Explanation:
     """Why the plan that `plan` makes of the same arguments does not have `op` at `placement`, or what that would cost.
 
     op: a module's path, a parameter's or an operator's name, or how one ends: "mlp.gate_proj". placement: what mesh axes split, as
     "tp:out" (a loop, as `print(plan)` or the operator's rule names it), "Shard(1) over tp" (a dim of the result or of the parameter) or "Replicate over dp".
     """
-    tell = _Stages(progress)
+    on_progress = _Stages(progress)
     refuse_unfilled(mesh_axes(mesh, where := Cluster.of(cluster)), where)
-    t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, tell, fork)
+    t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, on_progress, in_subprocess)
     limits = Limits(**(options or {}))  # type: ignore[arg-type]
-    setting = t.setting
+    training = t.training
     if Memory.of(memory).least:
-        setting = within(setting, plan_graph(t.folded, t.mesh_axes, t.cluster, setting, limits, tell, layout, True).plan)
-    found = explain_graph(t.folded, t.mesh_axes, t.cluster, setting, op, placement, limits, tell, layout)
-    tell.rest()
+        training = within(training, plan_graph(t.folded, t.mesh_axes, t.cluster, training, limits, on_progress, layout, True).plan)
+    found = explain_graph(t.folded, t.mesh_axes, t.cluster, training, op, placement, limits, on_progress, layout)
+    on_progress.rest()
     return found
 
 
@@ -197,8 +197,8 @@ def task(
     grad_accumulation: int,
     memory: float | str | None,
     offload: Offload | str | bool | None,
-    tell: Callable[[str, float], None],
-    fork: bool = False,
+    on_progress: Callable[[str, float], None],
+    in_subprocess: bool = False,
 ) -> Task:
     """Checks the arguments of `plan` and captures the model."""
     where = Cluster.of(cluster)
@@ -218,11 +218,11 @@ def task(
         refuse_unknown_random(found.gm)
         return describe(found)
 
-    tell(Begun("capture"), 0.0)
+    on_progress(Begun("capture"), 0.0)
     start = time.perf_counter()
-    folded = program(model, captured, both if fork else None)
-    tell("capture", time.perf_counter() - start)
-    made = setting(
+    folded = program(model, captured, beside if in_subprocess else None)
+    on_progress("capture", time.perf_counter() - start)
+    made = training_config(
         {n: q.dtype for n, q in params.items()},
         frozenset(n for n in folded.graph.params if params[n].requires_grad),
         p.reduce,
@@ -241,12 +241,12 @@ def program(model: nn.Module, captured: Callable[[nn.Module], Graph], both: Both
     if not depths:
         odd = [path for path, (n, _) in lists.items() if n > least_depth(n, 1)]
         why = f"captured in full: the layers of {', '.join(odd)} do not repeat often enough" if odd else ""
-        return replace(fold(captured(shallow(model, {}))), note=why)
+        return replace(fold(captured(reduced_depth(model, {}))), note=why)
     try:
-        return tiled(lambda layers: captured(shallow(model, layers)), depths, periods, both)
+        return tiled(lambda layers: captured(reduced_depth(model, layers)), depths, periods, both)
     except CaptureError as e:  # a forward may want all of its layers
         why = f"captured in full: a copy with fewer layers cannot be captured ({e.what})"
-        return replace(fold(captured(shallow(model, {}))), note=why)
+        return replace(fold(captured(reduced_depth(model, {}))), note=why)
 
 
 def _frontier(
@@ -259,7 +259,7 @@ def _frontier(
     known: Sequence[Found] = (),
 ) -> Frontier:
     return frontier_graph(
-        t.folded, t.mesh_axes, t.cluster, t.setting, points, limits, progress, layout, most_bytes, known,
+        t.folded, t.mesh_axes, t.cluster, t.training, points, limits, progress, layout, most_bytes, known,
         lambda made: _of_the_whole(made, t.folded, t.model),
     )  # fmt: skip
 

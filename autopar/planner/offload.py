@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from autopar.errors import AutoparError
 from autopar.hardware.cluster import Cluster
-from autopar.planner.formulation.setting import Setting
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.solver.problem import HOST, NVME
 
 _HOW = 'use "host", "nvme", "host,nvme" or False; to run it on disk autopar.Offload(host=True, nvme="/local/disk")'
@@ -50,10 +50,10 @@ class Offload:
             )
         return found
 
-    def within(self, setting: Setting, cluster: Cluster) -> Setting:
-        """`setting` with what of this a plan needs to know."""
+    def within(self, training: TrainingConfig, cluster: Cluster) -> TrainingConfig:
+        """`training` with what of this a plan needs to know."""
         media = (*((HOST,) if self.host else ()), *((NVME,) if self.nvme else ()))
-        return replace(setting, media=media, host_bytes=self.host_limit(cluster), nvme_bytes=self.nvme_limit(cluster))
+        return replace(training, media=media, host_bytes=self.host_limit(cluster), nvme_bytes=self.nvme_limit(cluster))
 
     def host_limit(self, cluster: Cluster) -> float:
         return self.host_bytes if self.host_bytes is not None else 0.9 * cluster.host_bytes_per_device

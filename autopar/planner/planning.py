@@ -20,7 +20,7 @@ from autopar.planner.figures import figures
 from autopar.planner.formulation.apply import apply, blocking
 from autopar.planner.formulation.layouts import by_role, forbidden
 from autopar.planner.formulation.names import Names
-from autopar.planner.formulation.setting import Setting
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.layout import Layout
 from autopar.planner.refit import modules_of
@@ -35,7 +35,7 @@ from autopar.text.sizes import format_bytes
 from autopar.text.stages import Begun
 
 TOGETHER = 2, 3, 4  # layers that are taken as one where nothing fits otherwise, or nothing good
-POOR = 0.02  # a gap, relative, from which that is tried
+LARGE_GAP = 0.02  # a gap, relative, from which that is tried
 LARGEST = 1500  # kinds of operators in a program of such
 GROUPED_S = 30.0  # for one of them, at most
 
@@ -56,7 +56,7 @@ class Step:
     folded: Folded
     mesh: Mesh
     cluster: Cluster
-    setting: Setting
+    training: TrainingConfig
     hand: Layout | None
     stages: Stages
 
@@ -65,17 +65,17 @@ class Step:
         graph: Graph | Folded,
         mesh_axes: Mapping[str, int],
         cluster: Cluster,
-        setting: Setting,
+        training: TrainingConfig,
         limits: Limits | None,
         progress: Callable[[str, float], None] | None,
         layout: str | Layout | None,
     ) -> Step:
         mesh = Mesh.of(dict(mesh_axes))
-        tell = progress or (lambda stage, seconds: None)
-        tell(Begun("fold"), 0.0)
+        on_progress = progress or (lambda stage, seconds: None)
+        on_progress(Begun("fold"), 0.0)
         start = time.perf_counter()
         folded = fold(graph) if isinstance(graph, Graph) else graph
-        tell("fold", time.perf_counter() - start)
+        on_progress("fold", time.perf_counter() - start)
         hand = None if layout is None else Layout.of(layout, mesh)
 
         def restrict(problem: Problem, names: Names, rules: Mapping[str, Rule], on: Mesh) -> Problem:
@@ -85,8 +85,8 @@ class Step:
                 else replace(problem, forbidden=problem.forbidden | forbidden(hand, problem, names, rules, on, mesh))
             )
 
-        stages = Stages(folded, mesh if hand is None else by_role(hand, mesh), cluster, setting, limits, tell, restrict)
-        return Step(folded, mesh, cluster, setting, hand, stages)
+        stages = Stages(folded, mesh if hand is None else by_role(hand, mesh), cluster, training, limits, on_progress, restrict)
+        return Step(folded, mesh, cluster, training, hand, stages)
 
     @contextlib.contextmanager
     def in_time(self) -> Iterator[None]:
@@ -107,26 +107,26 @@ class Step:
             folded = grouped(self.folded, together)
             if folded is not None and small < len(folded.count) <= LARGEST:
                 limits = replace(s.limits, seconds=min(s.limits.seconds, GROUPED_S))
-                yield replace(self, folded=folded, stages=Stages(folded, s.mesh, s.cluster, s.setting, limits, s.tell, s.restrict))
+                yield replace(self, folded=folded, stages=Stages(folded, s.mesh, s.cluster, s.training, limits, s.on_progress, s.restrict))
 
     def untagged(self) -> Step:
         """Without the tags of the user's."""
         s = self.stages
         free = replace(self.folded, graph=untagged(self.folded.graph))
-        return replace(self, folded=free, stages=Stages(free, s.mesh, s.cluster, s.setting, s.limits, s.tell, s.restrict))
+        return replace(self, folded=free, stages=Stages(free, s.mesh, s.cluster, s.training, s.limits, s.on_progress, s.restrict))
 
 
 def plan_graph(
     graph: Graph | Folded,
     mesh_axes: Mapping[str, int],
     cluster: Cluster,
-    setting: Setting,
+    training: TrainingConfig,
     limits: Limits | None = None,
     progress: Callable[[str, float], None] | None = None,
     layout: str | Layout | None = None,
     least: bool = False,
 ) -> Planned:
-    """The best plan for `graph` on a mesh of `cluster`'s devices, under `setting.budget_bytes`.
+    """The best plan for `graph` on a mesh of `cluster`'s devices, under `training.budget_bytes`.
 
     graph: as captured, or folded already (from shallow captures of a deep program: `autopar.capture.tile`). layout: the best plan that is this hand
     layout (`autopar.planner.formulation.layouts` says what that leaves to choose). least: not the fastest plan, but that of the smallest peak.
@@ -135,7 +135,7 @@ def plan_graph(
     Raises InfeasibleError naming the position of the step that does not fit, by how much, and what would help; LayoutError when the model
     or the mesh does not allow the layout.
     """
-    step = Step.of(graph, mesh_axes, cluster, setting, limits, progress, layout)
+    step = Step.of(graph, mesh_axes, cluster, training, limits, progress, layout)
 
     def solved(step: Step) -> Found:
         return budgets.least(step.stages) if least else step.stages.run()
@@ -148,7 +148,7 @@ def plan_graph(
                 raise
             done = budgets.within_budget(step.stages)
     for larger in step.grouped(done.answer.shortfall_bytes if isinstance(done.answer, Infeasible) else 0.0):
-        if not least and isinstance(done.answer, Solution) and done.answer.gap <= max(POOR, step.stages.limits.gap):
+        if not least and isinstance(done.answer, Solution) and done.answer.gap <= max(LARGE_GAP, step.stages.limits.gap):
             break
         try:
             other = solved(larger)
@@ -164,7 +164,7 @@ def plan_graph(
         if said and _least_bytes(step.untagged(), solved) >= found.least_bytes:
             said = ""
         raise does_not_fit(found, step, said)
-    return Planned(plan_of(step, done, min(setting.budget_bytes, cluster.device.memory_bytes)), found, done)
+    return Planned(plan_of(step, done, min(training.budget_bytes, cluster.device.memory_bytes)), found, done)
 
 
 def _smaller(a: Solution | Infeasible, b: Solution | Infeasible) -> bool:
@@ -197,19 +197,19 @@ def _least_bytes(step: Step, solved: Callable[[Step], Found]) -> float:
         answer = solved(step).answer
     except TimeoutError:
         return math.inf
-    return step.setting.budget_bytes if isinstance(answer, Solution) else answer.least_bytes
+    return step.training.budget_bytes if isinstance(answer, Solution) else answer.least_bytes
 
 
-def within(setting: Setting, plan: Plan) -> Setting:
-    """`setting` with the budget that `plan` needs."""
-    return replace(setting, budget_bytes=plan.predicted["peak_memory_bytes"] * (1 + GRACE))
+def within(training: TrainingConfig, plan: Plan) -> TrainingConfig:
+    """`training` with the budget that `plan` needs."""
+    return replace(training, budget_bytes=plan.predicted["peak_memory_bytes"] * (1 + GRACE))
 
 
 def plan_of(step: Step, done: Found, budget_bytes: float) -> Plan:
     """What was found, as a plan."""
     found, folded = done.answer, step.folded
     assert isinstance(found, Solution)
-    plan = apply(folded, done.shrunk, done.rules, step.mesh, step.setting, done.problem, done.names, found.decision)
+    plan = apply(folded, done.shrunk, done.rules, step.mesh, step.training, done.problem, done.names, found.decision)
     stages = dict(zip((f"{s}_s" for s in done.problem.stages), found.price.stage_s, strict=True))
     return replace(
         plan,

@@ -91,17 +91,17 @@ class _Propagator:
         for name in list(self.chain):
             self.settle(name)
         params = {n: self.fixed.get(n) or param_choice(t, self.compute[n], self.layout, mesh, n in trainable) for n, t in g.params.items()}
-        again, kept = self.fates()
+        recompute, kept = self.policies()
         return Plan(
             mesh_axes, self.layout.name, params, self.choices, inputs, outputs, self.layout.data,
-            {o.name: o.target for o in g.ops}, (), self.repeated, self.layout.reshard_after_forward, kept, again,
+            {o.name: o.target for o in g.ops}, (), self.repeated, self.layout.reshard_after_forward, kept, recompute,
         )  # fmt: skip
 
-    def fates(self) -> tuple[frozenset[str], dict[str, Placement]]:
+    def policies(self) -> tuple[frozenset[str], dict[str, Placement]]:
         """Ops that their tags let run again, and what is kept of their results all the same."""
-        again = [op for op in self.graph.ops if op.direction == "forward" and any(t in RECOMPUTE for t in op.tags)]
-        rest = [t.name for op in again for i, t in enumerate(op.outputs) if t is not None and op.tag(i) not in RECOMPUTE]
-        return frozenset(op.name for op in again), {n: self.place[n] for n in rest if self.consumers[n]}
+        recompute = [op for op in self.graph.ops if op.direction == "forward" and any(t in RECOMPUTE for t in op.tags)]
+        rest = [t.name for op in recompute for i, t in enumerate(op.outputs) if t is not None and op.tag(i) not in RECOMPUTE]
+        return frozenset(op.name for op in recompute), {n: self.place[n] for n in rest if self.consumers[n]}
 
     def visit(self, op: Op) -> None:
         rule = self.rules[op.name]

@@ -1,6 +1,6 @@
 """How a module comes by its plan: made here by the integer program, or given and refitted to what was captured.
 
-Everything of the user's that a plan depends on besides the program is a `Wish`. A plan is decided on one rank; it travels as JSON, and all ranks,
+Everything of the user's that a plan depends on besides the program is a `PlanRequest`. A plan is decided on one rank; it travels as JSON, and all ranks,
 the first one too, apply what they read from that text.
 """
 
@@ -21,7 +21,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.plan.decisions import ParamChoice
 from autopar.plan.plan import Plan
 from autopar.planner.explain import explain_graph
-from autopar.planner.formulation.setting import Setting
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.frontier import frontier_graph
 from autopar.planner.layout import Layout
 from autopar.planner.memory import Memory
@@ -35,7 +35,7 @@ from autopar.text.log import log, timed
 
 
 @dataclass(frozen=True)
-class Wish:
+class PlanRequest:
     """plan: one that was made before; memory_bytes: budget of a device (None: what it has, less its reserve); least: the plan of the smallest peak, not the
     fastest; cluster: None: this machine; offload: as in `autopar.compile`."""
 
@@ -53,7 +53,7 @@ class Wish:
         cluster: str | Cluster | None,
         options: Mapping[str, float] | None,
         offload: Offload | str | bool | None = None,
-    ) -> Wish:
+    ) -> PlanRequest:
         """From the arguments of `autopar.compile`; reads a plan's file."""
         if not (plan is None or isinstance(plan, (Plan, str, os.PathLike))):
             what = f"plan= takes an autopar.Plan or the path of a plan file, not {type(plan).__name__}"
@@ -68,7 +68,7 @@ class Wish:
                 )
         given = plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan))
         limits = Limits(**(options or {}))  # type: ignore[arg-type]
-        return Wish(given, most.budget_bytes, None if cluster is None else Cluster.of(cluster), limits, offload, most.least)
+        return PlanRequest(given, most.budget_bytes, None if cluster is None else Cluster.of(cluster), limits, offload, most.least)
 
 
 def refuse_other_mesh(plan: Plan, axes: Mapping[str, int]) -> None:
@@ -86,18 +86,18 @@ def _said(axes: Mapping[str, int]) -> str:
     return " x ".join(f"{n}={s}" for n, s in axes.items())
 
 
-def setting(
+def training_config(
     stored: Mapping[str, torch.dtype],
     trainable: frozenset[str],
     reduce: torch.dtype | None,
     optimizer: str | type,
     budget_bytes: float,
     grad_accumulation: int = 1,
-) -> Setting:
+) -> TrainingConfig:
     """stored: dtypes of the parameters as they are stored; optimizer: a name or a class, one of unknown memory counts as Adam."""
     kind = kind_of(optimizer)
     wide = float(max((DTYPE_BYTES.get(_name(d), 4) for d in stored.values()), default=4))
-    return Setting(
+    return TrainingConfig(
         trainable,
         "" if reduce is None else _name(reduce),
         state_bytes=kind.state_bytes + wide * kind.moments,
@@ -113,13 +113,13 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def decide(wish: Wish, cluster: Cluster | None, folded: Folded, axes: Mapping[str, int], s: Setting) -> Plan:
+def decide(request: PlanRequest, cluster: Cluster | None, folded: Folded, axes: Mapping[str, int], s: TrainingConfig) -> Plan:
     """The plan for a captured training step. cluster: what to plan for, where no plan is given."""
-    if wish.plan is not None:
-        return storable(refit(wish.plan, folded))
+    if request.plan is not None:
+        return storable(refit(request.plan, folded))
     assert cluster is not None
     with timed("plan"):
-        plan = plan_graph(folded, axes, cluster, s, wish.limits, least=wish.least).plan
+        plan = plan_graph(folded, axes, cluster, s, request.limits, least=request.least).plan
     log.info("planned for %s: %s; solver: %s", plan.cluster, plan.predicted, plan.solver)
     return finished(plan, folded)
 
@@ -128,12 +128,12 @@ def finished(plan: Plan, folded: Folded) -> Plan:
     return storable(replace(plan, modules=modules_of(folded.graph)))
 
 
-def asked(plan: Plan, wish: Wish, cluster: Cluster, folded: Folded, axes: Mapping[str, int], s: Setting) -> Plan:
+def asked(plan: Plan, request: PlanRequest, cluster: Cluster, folded: Folded, axes: Mapping[str, int], s: TrainingConfig) -> Plan:
     """`plan` of `decide`, which now answers `explain` and `frontier`."""
-    mine = within(s, plan) if wish.least else s
+    mine = within(s, plan) if request.least else s
     return plan.explained_by(
-        lambda op, placement: explain_graph(folded, axes, cluster, mine, op, placement, wish.limits),
-        lambda points: frontier_graph(folded, axes, cluster, s, points, wish.limits, finish=lambda made: finished(made, folded)),
+        lambda op, placement: explain_graph(folded, axes, cluster, mine, op, placement, request.limits),
+        lambda points: frontier_graph(folded, axes, cluster, s, points, request.limits, finish=lambda made: finished(made, folded)),
     )
 
 

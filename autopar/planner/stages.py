@@ -7,7 +7,7 @@ the gap is still too large, strategies are chosen under all rows.
 Three axes and more. An operator has tens of strategies there and a tensor as many placements, and redistributions between all of them: hundreds
 of thousands of variables. But few good plans use every axis for something else. So axes are merged: first all into one, then into two;
 each is the same problem with fewer strategies, at the same prices, and its answer is an answer of the whole. How good it is is said
-against a bound of the whole (`formulate.ideal`). Where that leaves a gap, the whole program is solved without what cannot be in an answer better than
+against a bound of the whole (`autopar.planner.formulation.lower_bound`). Where that leaves a gap, the whole program is solved without what cannot be in an answer better than
 the best so far (`solver.prune`): a few percent of it. All ends as soon as the gap is reached. So are two axes whose program has no answer in time.
 """
 
@@ -23,11 +23,11 @@ from dataclasses import dataclass, replace
 from autopar.cost import Cost
 from autopar.graph.mesh import Mesh
 from autopar.hardware.cluster import Cluster
-from autopar.planner.formulation.lower_bound import ideal
+from autopar.planner.formulation.lower_bound import lower_bound_problem
 from autopar.planner.formulation.names import Names
 from autopar.planner.formulation.problem import Formulator
-from autopar.planner.formulation.setting import Setting
-from autopar.planner.formulation.symmetry import Quotient, quotient
+from autopar.planner.formulation.symmetry import SymmetryClasses, symmetry
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.segments import Segments, at_share, last_alone, shares, three, two
 from autopar.rules import lookup
 from autopar.rules.grammar import Rule
@@ -36,7 +36,7 @@ from autopar.solver.frontier import EXACT, Relaxation, Relaxed
 from autopar.solver.problem import Decision, Problem
 from autopar.solver.prune import prune
 from autopar.solver.shrink import Shrunk, shrink
-from autopar.solver.solve import Infeasible, Limits, NoAnswer, Solution, explain, least, look, smallest, solve
+from autopar.solver.solve import Infeasible, Limits, NoAnswer, Solution, explain, least, smallest, solve, solve_relaxed
 from autopar.text.stages import Begun, Note
 from autopar.text.times import format_time
 
@@ -51,7 +51,7 @@ SHARES = (0.25, 0.02)
 TOO_MANY = 150_000  # arcs: more do not fit the time nor the memory that planning may take
 SHRINK = 0.8  # of the smallest peak known: the budget at which strategies with a smaller one are looked for
 NARROW = 0.1  # of a budget that suffices for nothing: they are not looked for nearer to it
-Tell = Callable[[str, float], None]
+OnProgress = Callable[[str, float], None]
 Restrict = Callable[[Problem, Names, Mapping[str, Rule], Mesh], Problem]
 
 
@@ -74,7 +74,7 @@ class _Far(Exception):
 @dataclass(frozen=True)
 class _View:
     shrunk: Shrunk
-    q: Quotient
+    q: SymmetryClasses
     rules: Mapping[str, Rule]
     cost: Cost
 
@@ -87,21 +87,21 @@ class Stages:
         folded: Folded,
         mesh: Mesh,
         cluster: Cluster,
-        setting: Setting,
+        training: TrainingConfig,
         limits: Limits | None = None,
-        tell: Tell | None = None,
+        on_progress: OnProgress | None = None,
         restrict: Restrict | None = None,
     ) -> None:
-        self.folded, self.mesh, self.cluster, self.setting = folded, mesh, cluster, setting
-        self.limits, self.tell, self.restrict = limits or Limits(), tell or (lambda stage, seconds: None), restrict
+        self.folded, self.mesh, self.cluster, self.training = folded, mesh, cluster, training
+        self.limits, self.on_progress, self.restrict = limits or Limits(), on_progress or (lambda stage, seconds: None), restrict
         self.start = time.perf_counter()
 
     def view(self, segments: Mapping[str, Sequence[int]] | None = None) -> _View:
         small = shrink(self.folded, segments)
         rules = {op.name: lookup(op) for op in small.graph.ops}
-        fuses = self.setting.fuses
+        fuses = self.training.fuses
         cost = Cost.compiled(self.cluster, self.mesh, small.graph, rules) if fuses else Cost(self.cluster, self.mesh)
-        return _View(small, quotient(small), rules, cost)
+        return _View(small, symmetry(small), rules, cost)
 
     def formulated(
         self,
@@ -114,26 +114,26 @@ class Stages:
         began = time.perf_counter()
         if only is None:
             self.begin(f"formulate {_axes(mesh)}")
-        f = Formulator(v.q, v.rules, mesh, v.cost, self.setting, only)
+        f = Formulator(v.q, v.rules, mesh, v.cost, self.training, only)
         problem, names = f.run(room_s, trim)
         if self.restrict is not None and only is None:
             problem = self.restrict(problem, names, v.rules, mesh)
         if only is None:
-            self.tell(f"formulate {_axes(mesh)}", time.perf_counter() - began)
+            self.on_progress(f"formulate {_axes(mesh)}", time.perf_counter() - began)
         return f, problem
 
     def begin(self, stage: str) -> None:
-        self.tell(Begun(stage), 0.0)
+        self.on_progress(Begun(stage), 0.0)
 
     def so_far(self, mesh: Mesh, bound_s: float, best: Found | None) -> None:
         """Tells what is known of the step on `mesh`, whose axes may be merged: no plan takes less than the one, the other is the best that was found."""
         on = "" if mesh.parents == self.mesh.parents else f"on {_axes(mesh)} "
         bound = f"{on}no plan takes less than {format_time(bound_s)}" if math.isfinite(bound_s) and bound_s > 0 else "no bound yet"
         if best is None or not isinstance(best.answer, Solution):
-            self.tell(Note(f"{bound}; none was found yet"), 0.0)
+            self.on_progress(Note(f"{bound}; none was found yet"), 0.0)
         else:
             gap = max(0.0, 1 - bound_s / best.answer.objective_s) if bound_s > 0 else 1.0
-            self.tell(Note(f"{bound}; the best so far {format_time(best.answer.objective_s)}, within {gap:.2%}"), 0.0)
+            self.on_progress(Note(f"{bound}; the best so far {format_time(best.answer.objective_s)}, within {gap:.2%}"), 0.0)
 
     @property
     def left(self) -> Limits:
@@ -143,7 +143,7 @@ class Stages:
         """merge: whether axes may be merged where the program of all of them is too large, or has no answer in time: the first that is merged
         then has as much time again. Raises TimeoutError when the clock stopped before any answer."""
         self.start = time.perf_counter()
-        with uncollected():
+        with without_garbage_collection():
             v = self.view()
             axes = sum(n > 1 for n in self.mesh.parents.values())
             if axes > WHOLE_AXES and merge:
@@ -166,12 +166,12 @@ class Stages:
         start = time.perf_counter()
         f, problem = made or self.formulated(v, mesh)
         self.begin(f"solve {_axes(mesh)}")
-        seen = look(problem.loosened, problem, self.left, self.tell)
+        seen = solve_relaxed(problem.relaxed, problem, self.left, self.on_progress)
         if seen is None:
-            return self.poor(v, mesh, f, problem, -1.0, None)
+            return self.with_low_memory_strategies(v, mesh, f, problem, -1.0, None)
         if seen.bound_s > far_s:
             raise _Far
-        if seen.price is not None and seen.price.feasible and not _runs_again(problem, seen.decision):
+        if seen.price is not None and seen.price.feasible and not _is_recomputed(problem, seen.decision):
             spent = time.perf_counter() - start
             answer = Solution(seen.decision, seen.price, seen.bound_s, spent, seen.stopped_by, seen.variables, seen.rows)
             done = Found(mesh, problem, f.names, v.shrunk, v.rules, answer)
@@ -196,7 +196,7 @@ class Stages:
     ) -> tuple[float, Found | None]:
         """A better bound, and what the strategies that have it allow."""
         try:
-            seen = look(problem.loosened, problem, replace(self.left, gap=self.limits.gap * SHARES[0]), self.tell)
+            seen = solve_relaxed(problem.relaxed, problem, replace(self.left, gap=self.limits.gap * SHARES[0]), self.on_progress)
         except NoAnswer as e:
             seen, bound_s = None, max(bound_s, e.bound_s)
         bound_s = max(bound_s, seen.bound_s) if seen else bound_s
@@ -209,7 +209,7 @@ class Stages:
     def tight(self, v: _View, mesh: Mesh, f: Formulator, problem: Problem, bound_s: float, best: Found | None) -> Found:
         """Strategies chosen under all rows, as if layers shared their fates; then the layers cut at these strategies."""
         try:
-            answer = solve(problem, self.left, progress=self.tell)
+            answer = solve(problem, self.left, progress=self.on_progress)
         except TimeoutError:
             if best is None:
                 raise
@@ -218,19 +218,21 @@ class Stages:
             best = self.cut(mesh, f.all_strategies(answer.decision.strategies), bound_s, best, False)
             # With strategies fixed, nothing is brought from where only other strategies have it; but memory of what runs again is known only then.
             mine = replace(answer, bound_s=min(bound_s, answer.objective_s))
-            if not _runs_again(problem, answer.decision) and (best is None or better(mine, best.answer)):
+            if not _is_recomputed(problem, answer.decision) and (best is None or better(mine, best.answer)):
                 best = Found(mesh, problem, f.names, v.shrunk, v.rules, mine)
-        return best or self.poor(v, mesh, f, problem, bound_s, None)
+        return best or self.with_low_memory_strategies(v, mesh, f, problem, bound_s, None)
 
-    def poor(self, v: _View, mesh: Mesh, f: Formulator, problem: Problem, bound_s: float, best: Found | None) -> Found:
+    def with_low_memory_strategies(
+        self, v: _View, mesh: Mesh, f: Formulator, problem: Problem, bound_s: float, best: Found | None
+    ) -> Found:
         """At the strategies that need the least memory: an answer, or by how much the budget is short."""
-        relaxation = Relaxation(problem.loosened)
+        relaxation = Relaxation(problem.relaxed)
 
         def peak(strategies: Sequence[int]) -> float:
             found = smallest(self.formulated(v, mesh, only=strategies)[1], self.left)
             return math.inf if found is None else found[0]
 
-        strategies = economical(f, lambda budget: relaxation.at(budget, self.left), peak)
+        strategies = low_memory_strategies(f, lambda budget: relaxation.at(budget, self.left), peak)
         strategies = strategies or explain(replace(problem, budget_bytes=0.0), self.left).strategies
         found = self.cut(mesh, strategies, bound_s, best, False) if bound_s >= 0 else None
         if found is not None:
@@ -285,7 +287,7 @@ class Stages:
             if not good():
                 at(segments)
         if coarse or min(looked.values(), default=math.inf) <= limit_s * (1 + WORTH):
-            self.tell("segments", time.perf_counter() - began)
+            self.on_progress("segments", time.perf_counter() - began)
             return best
         tried: dict[tuple[float, bool], float] = {}
         for alone in (False, True):
@@ -300,13 +302,13 @@ class Stages:
             for share in (center - step, center + step):
                 if 0 < share < 1:
                     tried[share, alone] = at({name: at_share(n, share, alone) for name, n in n_of.items()})
-        self.tell("segments", time.perf_counter() - began)
+        self.on_progress("segments", time.perf_counter() - began)
         return best
 
     def guided(self, f: Formulator, problem: Problem, n_of: Mapping[str, int]) -> tuple[list[Segments], float]:
         """Cuts that the relaxation of an uncut program suggests, uncut first; and its seconds, which more cuts can hardly go below."""
         uncut = {name: (n,) for name, n in n_of.items()}
-        relaxed = Relaxation(problem).at(self.setting.budget_bytes, self.left)
+        relaxed = Relaxation(problem).at(self.training.budget_bytes, self.left)
         if relaxed is None:
             return [uncut], 0.0
         ks = shares(f.formulated(), problem, relaxed, n_of)
@@ -319,7 +321,7 @@ class Stages:
 
     def by_merging(self, v: _View, bound_s: float = -1.0) -> Found:
         """bound_s: what is known of the whole already."""
-        ideal_s = bound = -1.0
+        coarse_bound_s = bound = -1.0
         best: Found | None = None
         near = max(self.limits.gap, NEAR)
         # What they have is not near to the bound: looked for only if the others have nothing better.
@@ -339,9 +341,9 @@ class Stages:
             if _is_within(best, near) or ((best is not None or far) and (late or smaller.parents == self.mesh.parents)):
                 break
             made = self.formulated(v, smaller)
-            if ideal_s < 0:
-                ideal_s = self.ideal(v, *made)
-                bound = max(bound_s, ideal_s)
+            if coarse_bound_s < 0:
+                coarse_bound_s = self.coarse_bound(v, *made)
+                bound = max(bound_s, coarse_bound_s)
             try:
                 take(smaller, made, bound / (1 - near))
             except _Far:
@@ -359,7 +361,7 @@ class Stages:
         assert best is not None
         late = time.perf_counter() - self.start > self.limits.seconds / 2
         if isinstance(best.answer, Solution) and self.limits.gap < best.answer.gap <= FAR and not late:
-            best = self.pruned(v, best, bound, ideal_s)
+            best = self.pruned(v, best, bound, coarse_bound_s)
         if isinstance(best.answer, Solution):
             best = replace(best, answer=replace(best.answer, seconds=time.perf_counter() - self.start))
         if isinstance(best.answer, Solution) and best.answer.gap > self.limits.gap:
@@ -367,26 +369,26 @@ class Stages:
             best = replace(best, answer=replace(best.answer, stopped_by="time" if spent else "axes"))
         return best
 
-    def ideal(self, v: _View, f: Formulator, problem: Problem) -> float:
+    def coarse_bound(self, v: _View, f: Formulator, problem: Problem) -> float:
         """A bound of the whole. f, problem: of its mesh with axes merged."""
         began = time.perf_counter()
         self.begin("bound")
-        bound_s = least(ideal(f.formulated(), problem, Formulator(v.q, v.rules, self.mesh, v.cost, self.setting)), self.left)
-        self.tell("bound", time.perf_counter() - began)
+        bound_s = least(lower_bound_problem(f.formulated(), problem, Formulator(v.q, v.rules, self.mesh, v.cost, self.training)), self.left)
+        self.on_progress("bound", time.perf_counter() - began)
         return bound_s
 
-    def pruned(self, v: _View, best: Found, bound_s: float, ideal_s: float) -> Found:
+    def pruned(self, v: _View, best: Found, bound_s: float, coarse_bound_s: float) -> Found:
         """The whole program without what no answer better than `best` has: a better answer or a better bound, where time allows.
 
-        ideal_s: a bound that counts neither redistributions nor what strategies take more than the fastest (`formulate.ideal`)."""
+        coarse_bound_s: a bound that counts neither redistributions nor what strategies take more than the fastest (`autopar.planner.formulation.lower_bound`)."""
         assert isinstance(best.answer, Solution)
         known = best.answer.objective_s
-        f, problem = self.formulated(v, self.mesh, room_s=known - ideal_s, trim=lambda p: prune(p, ideal_s, known))
+        f, problem = self.formulated(v, self.mesh, room_s=known - coarse_bound_s, trim=lambda p: prune(p, coarse_bound_s, known))
         if sum(len(flow.arcs) for value in problem.values for flow in (value.forward, value.backward) if flow) > TOO_MANY:
             return best
         self.begin(f"solve {_axes(self.mesh)}, without what cannot be better")
         try:
-            relaxed = Relaxation(problem.loosened).at(problem.budget_bytes, self.left)
+            relaxed = Relaxation(problem.relaxed).at(problem.budget_bytes, self.left)
         except TimeoutError:
             return best
         if relaxed is None:  # nothing is better
@@ -400,7 +402,7 @@ class Stages:
         for share in SHARES:
             began = time.perf_counter()
             try:
-                seen = look(problem.loosened, problem, replace(self.left, gap=self.limits.gap * share), self.tell)
+                seen = solve_relaxed(problem.relaxed, problem, replace(self.left, gap=self.limits.gap * share), self.on_progress)
             except NoAnswer as e:
                 return replace(best, answer=replace(best.answer, bound_s=max(bound_s, min(best.answer.objective_s, e.bound_s))))
             assert isinstance(best.answer, Solution)
@@ -423,7 +425,7 @@ class Stages:
         return best
 
 
-def economical(
+def low_memory_strategies(
     f: Formulator, relaxed: Callable[[float], Relaxed | None], peak: Callable[[tuple[int, ...]], float]
 ) -> tuple[int, ...] | None:
     """Strategies with the smallest peak found; None where none was.
@@ -454,7 +456,7 @@ def economical(
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """A program is a million small objects that all stay: looking for garbage among them took a third of the time."""
     collecting = gc.isenabled()
     gc.disable()
@@ -465,7 +467,7 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _runs_again(problem: Problem, decision: Decision) -> bool:
+def _is_recomputed(problem: Problem, decision: Decision) -> bool:
     """Whether anything that takes time does."""
     return any(t for r in decision.rerun for t in problem.reruns[r].times[decision.strategies[problem.reruns[r].choice]].values())
 

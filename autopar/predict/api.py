@@ -114,12 +114,12 @@ def captured(
     loss_fn: Callable[..., Any] | None = None,
     precision: Precision | str | torch.dtype | None = "bfloat16",
     progress: Callable[[str, float], None] | None = None,
-    fork: bool = False,
+    in_subprocess: bool = False,
 ) -> Task:
-    """A micro-batch of so many sequences: what `answered` takes, whatever the layout. fork: as `autopar.plan` has it."""
+    """A micro-batch of so many sequences: what `answered` takes, whatever the layout. in_subprocess: as `autopar.plan` has it."""
     shapes = {k: _resized(v, sequences) for k, v in inputs.items()}
-    tell = progress or (lambda stage, seconds: None)
-    return task(model, shapes, cluster, {"dp": 1}, loss_fn, precision, "adamw", 1, None, None, tell, fork)
+    on_progress = progress or (lambda stage, seconds: None)
+    return task(model, shapes, cluster, {"dp": 1}, loss_fn, precision, "adamw", 1, None, None, on_progress, in_subprocess)
 
 
 def answered(t: Task, layout: Layout, progress: Callable[[str, float], None] | None = None) -> Found:
@@ -131,8 +131,8 @@ def answered(t: Task, layout: Layout, progress: Callable[[str, float], None] | N
         sequence_parallel=layout.sequence_parallel,
         name=str(layout),
     )
-    setting = replace(t.setting, counts=False)  # strategies are the layout's: memory is counted around them, not traded
-    program = Step.of(t.folded, axes, t.cluster, setting, Limits(), progress, roles if layout.tp * layout.cp > 1 else None)
+    training = replace(t.training, counts=False)  # strategies are the layout's: memory is counted around them, not traded
+    program = Step.of(t.folded, axes, t.cluster, training, Limits(), progress, roles if layout.tp * layout.cp > 1 else None)
     with program.in_time():
         return program.stages.run()
 

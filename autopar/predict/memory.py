@@ -42,7 +42,7 @@ def held_bytes(stage: Mapping[Piece, int], layout: Layout, runtime: Runtime) -> 
     return sum(n * kept_bytes(p, layout, runtime) for p, n in stage.items())
 
 
-def made_again_bytes(piece: Piece, layout: Layout, runtime: Runtime) -> float:
+def recomputed_bytes(piece: Piece, layout: Layout, runtime: Runtime) -> float:
     scores = piece.scores_bytes * SCORES_KEPT if runtime.unfused_passes else 0.0
     if not piece.layers or layout.recompute == "none":
         return 0.0
@@ -77,7 +77,7 @@ def peak_bytes(
         on_the_way = min(MOVING, chunks) * peak / chunks
         peak = on_the_way + (peak - on_the_way) * (1 - layout.offload_of(rank))
     pieces = [p for stage in mine for p in stage]
-    again = max((made_again_bytes(p, layout, runtime) for p in pieces), default=0.0)
+    recompute = max((recomputed_bytes(p, layout, runtime) for p in pieces), default=0.0)
     turning = max((_turning_bytes(p, layout, runtime) for p in pieces), default=0.0)
     gathered = 0.0
     if layout.zero == 3:  # the parameters of the layer at work, and of the next
@@ -85,12 +85,12 @@ def peak_bytes(
     found = {
         "parameters and optimizer": state_bytes(params, layout, runtime, ways) + gathered,
         "activations": peak,
-        "made again": again,
+        "made again": recompute,
         "turning": turning,
         "workspace": runtime.workspace_bytes,
     }
     if schedule.ranks > 1 and runtime.fragmented:
-        found["fragmented"] = runtime.fragmented * (peak + again + turning)
+        found["fragmented"] = runtime.fragmented * (peak + recompute + turning)
     return found
 
 

@@ -21,7 +21,7 @@ from autopar.graph.placement import Placement
 from autopar.planner.formulation.apply import used_arcs
 from autopar.planner.stages import Found
 from autopar.predict import fused_kernels as kernels
-from autopar.predict.work import MATMUL, MEMORY, Stretch, Task, Transfer
+from autopar.predict.work import MATMUL, MEMORY, Task, Transfer, Workload
 from autopar.rules.grammar import Rule
 from autopar.solver.solve import Solution
 
@@ -40,9 +40,9 @@ class Piece:
 
     name: str
     layers: int
-    forward: Stretch
-    backward: Stretch
-    again: Stretch
+    forward: Workload
+    backward: Workload
+    recompute: Workload
     saved_bytes: float
     spared_bytes: float
     input_bytes: float
@@ -54,9 +54,9 @@ class Piece:
 
 @dataclass
 class _Draft:
-    forward: list[Stretch] = field(default_factory=list)
-    backward: list[Stretch] = field(default_factory=list)
-    again: list[Stretch] = field(default_factory=list)
+    forward: list[Workload] = field(default_factory=list)
+    backward: list[Workload] = field(default_factory=list)
+    recompute: list[Workload] = field(default_factory=list)
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
@@ -70,7 +70,7 @@ class _Reader:
         assert isinstance(found.answer, Solution)
         self.found, self.names, self.problem, self.rules = found, found.names, found.problem, found.rules
         self.decision = found.answer.decision
-        self.q, self.mesh, self.fusion = found.names.quotient, found.mesh, fusion
+        self.q, self.mesh, self.fusion = found.names.symmetry, found.mesh, fusion
         self.graph: Graph = self.q.graph
         self.kernels = kernels.of(self.graph, self.rules, fusion)
         self.cl = self.names.clusters
@@ -85,7 +85,7 @@ class _Reader:
     def run(self) -> tuple[Piece, ...]:
         for op in self.graph.ops:
             self.operator(op)
-        self.again()
+        self.recompute()
         self.transfers()
         self.memory()
         self.parameters()
@@ -138,9 +138,9 @@ class _Reader:
         half = draft.forward if op.direction == "forward" else draft.backward
         split, want, _ = self.placed(op)
         task = self.task(op, self.share_of(op))
-        half.append(Stretch({task: self.share(op)} if task else {}))
+        half.append(Workload({task: self.share(op)} if task else {}))
         for kind, axes, sent in inside(op, rule, split, want, self.mesh):  # equal ones too: a softmax has a maximum and a sum
-            half.append(Stretch({}, {Transfer(kind, self.user_axes(axes), sent): self.share(op)}))
+            half.append(Workload({}, {Transfer(kind, self.user_axes(axes), sent): self.share(op)}))
 
     def is_free(self, op: Op) -> bool:
         return op.name in self.kernels.free
@@ -246,7 +246,7 @@ class _Reader:
             op = self.maker.get(t.name)
         return t
 
-    def again(self) -> None:
+    def recompute(self) -> None:
         """Of what is made again, products want it in memory: the kernel that makes it runs once more."""
         for name, source in self.remade().items():
             op, t = self.maker[name], self.graph.tensors[name]
@@ -254,7 +254,7 @@ class _Reader:
             draft.sums["spared"] += t.nbytes * part * self.share(op)
             if name in self.kernels.exact:
                 moved = part * t.nbytes + sum(x.nbytes * self.kept_share(x) for x in source)
-                draft.again.append(Stretch({Task(MEMORY, "", 0.0, moved, 1.0): self.share(op)}))
+                draft.recompute.append(Workload({Task(MEMORY, "", 0.0, moved, 1.0): self.share(op)}))
 
     def sources(self, t: Tensor) -> list[Tensor]:
         """What a kernel that makes something of `t` finds in memory."""
@@ -287,7 +287,7 @@ class _Reader:
                     moved = Transfer(s.kind, self.user_axes(s.axes), s.wire_bytes(self.names.mesh, 1) * itemsize, attended)
                     draft = self.drafts[self.place[op.name]]
                     often = self.q.tensor_times[name] / self.copies(self.place[op.name])
-                    (draft.backward if direction else draft.forward).append(Stretch({}, {moved: often}))
+                    (draft.backward if direction else draft.forward).append(Workload({}, {moved: often}))
 
     def is_attended(self, name: str) -> bool:
         """Whether attention reads it or makes it, also through views."""
@@ -373,6 +373,6 @@ class _Reader:
         name = self.q.stacks[i // 2].name if i % 2 else (FIRST if i == 0 else LAST if i == 2 * len(self.q.stacks) else f"between {i // 2}")
         s = d.sums
         return Piece(
-            name, self.copies(i) if i % 2 else 0, Stretch.together(d.forward), Stretch.together(d.backward), Stretch.together(d.again),
+            name, self.copies(i) if i % 2 else 0, Workload.together(d.forward), Workload.together(d.backward), Workload.together(d.recompute),
             s["saved"], s["spared"], s["input"], s["scores"], s["largest"], s["params"], s["shared"],
         )  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from autopar.cost.compute import ATTENTION
 from autopar.cost.model import Cost
 from autopar.predict.runtime import Runtime
-from autopar.predict.work import MATMUL, MEMORY, Stretch
+from autopar.predict.work import MATMUL, MEMORY, Workload
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Seconds:
 NOTHING = Seconds(0.0, 0.0)
 
 
-def seconds(stretch: Stretch, cost: Cost, runtime: Runtime, backward: bool, scores_bytes: float = 0.0) -> Seconds:
+def seconds(workload: Workload, cost: Cost, runtime: Runtime, backward: bool, scores_bytes: float = 0.0) -> Seconds:
     """scores_bytes: of the matrix of scores, which attention that is not one kernel passes over."""
     compute_s = attention_s = 0.0
-    for task, n in stretch.tasks.items():
+    for task, n in workload.tasks.items():
         moved, kind = task.moved_bytes, task.kind
         flops = task.even_flops if task.even_flops and runtime.context_even else task.flops
         if task.square_flops and runtime.unfused_passes:
@@ -50,7 +50,7 @@ def seconds(stretch: Stretch, cost: Cost, runtime: Runtime, backward: bool, scor
     if runtime.unfused_passes and scores_bytes:
         compute_s += cost.kernel_s(MEMORY, "", 0.0, runtime.unfused_passes * scores_bytes * (2 if backward else 1), 3.0)
     blocking_s = ring_s = 0.0
-    for t, n in stretch.transfers.items():
+    for t, n in workload.transfers.items():
         axes = tuple(c for a in t.axes for c in cost.mesh.children(a))
         took = n * cost.collective(t.kind, axes, t.wire_bytes).seconds
         if t.attended and "cp" in t.axes:

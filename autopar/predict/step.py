@@ -23,7 +23,7 @@ from autopar.predict.offload import check_host_memory, moved_s
 from autopar.predict.pieces import Piece
 from autopar.predict.runtime import Runtime
 from autopar.predict.seconds import NOTHING, Seconds, seconds
-from autopar.predict.work import MEMORY, Stretch, Transfer
+from autopar.predict.work import MEMORY, Transfer, Workload
 
 Stage = Mapping[Piece, int]
 
@@ -67,11 +67,11 @@ def step(
     forward = [_total(stage, {p: f for p, (f, _) in halves.items()}) for stage in stages]
     backward = [_total(stage, {p: b for p, (_, b) in halves.items()}) for stage in stages]
     check_host_memory(stages, schedule, layout, runtime, cluster, sharded_over(layout, dp))
-    away = moved_s(stages, layout, runtime, cost)
-    stalls = [max(0.0, a - f.total_s) + max(0.0, a - b.total_s) for a, f, b in zip(away, forward, backward, strict=True)]
+    offloaded = moved_s(stages, layout, runtime, cost)
+    stalls = [max(0.0, a - f.total_s) + max(0.0, a - b.total_s) for a, f, b in zip(offloaded, forward, backward, strict=True)]
     hop = _hop_s(pieces, layout, cost)
     beside = runtime.hops == "always" or (runtime.hops == "interleaved" and layout.virtual > 1)
-    lasts = [tuple(max(t.total_s, a) for t, a in zip(half, away, strict=True)) for half in (forward, backward)]
+    lasts = [tuple(max(t.total_s, a) for t, a in zip(half, offloaded, strict=True)) for half in (forward, backward)]
     times = Times(*lasts, (hop,) * layout.pp, exposed=not beside)
     run = replay(schedule, times)
     ranks = [[stages[r + c * layout.pp] for c in range(layout.virtual)] for r in range(layout.pp)]
@@ -160,9 +160,9 @@ def gathered(last: Piece, tp: int) -> Piece:
     The largest result there is the logits in single precision, of which half as many bytes are gathered.
     """
 
-    def whole(s: Stretch, more: dict[Transfer, float]) -> Stretch:
+    def whole(s: Workload, more: dict[Transfer, float]) -> Workload:
         tasks = {replace(t, moved_bytes=t.moved_bytes * tp) if t.kind == MEMORY else t: n for t, n in s.tasks.items()}
-        return Stretch(tasks, {**s.transfers, **more})
+        return Workload(tasks, {**s.transfers, **more})
 
     sent = Transfer("all_gather", ("tp",), last.largest_bytes / 2 * (tp - 1))
     return replace(
@@ -177,9 +177,9 @@ def halves_of(p: Piece, layout: Layout, runtime: Runtime, cost: Cost) -> tuple[S
     if p.layers and layout.recompute == "full":
         backward += forward
     elif p.layers and layout.recompute == "balanced":
-        backward += seconds(p.again, cost, runtime, False)
+        backward += seconds(p.recompute, cost, runtime, False)
     elif p.layers and layout.recompute == "selective" and runtime.unfused_passes:
-        core = Stretch({t: n for t, n in p.forward.tasks.items() if t.is_core})
+        core = Workload({t: n for t, n in p.forward.tasks.items() if t.is_core})
         backward += seconds(core, cost, runtime, False, p.scores_bytes)
     return forward, backward
 
@@ -211,10 +211,10 @@ def model_flops(pieces: Sequence[Piece], square: bool) -> float:
     """Of a micro-batch on one device: products forward and backward, attention three times its forward (what its backward makes again is not the model's)."""
     total = 0.0
     for p in pieces:
-        for stretch, times in ((p.forward, 3.0), (p.backward, 0.0)):
-            for t, n in stretch.tasks.items():
+        for workload, times in ((p.forward, 3.0), (p.backward, 0.0)):
+            for t, n in workload.tasks.items():
                 if t.is_core:
                     total += max(1, p.layers) * times * n * (t.square_flops if square else t.even_flops)
-        for stretch in (p.forward, p.backward):
-            total += max(1, p.layers) * sum(n * t.flops for t, n in stretch.tasks.items() if not t.square_flops)
+        for workload in (p.forward, p.backward):
+            total += max(1, p.layers) * sum(n * t.flops for t, n in workload.tasks.items() if not t.square_flops)
     return total

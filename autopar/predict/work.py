@@ -45,7 +45,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Workload:
     """Tasks and transfers with their counts."""
 
     tasks: dict[Task, float] = field(default_factory=dict)
@@ -55,11 +55,11 @@ class Stretch:
     def flops(self) -> float:
         return sum(n * t.flops for t, n in self.tasks.items())
 
-    def scaled(self, times: float) -> Stretch:
-        return Stretch({t: times * n for t, n in self.tasks.items()}, {t: times * n for t, n in self.transfers.items()})
+    def scaled(self, times: float) -> Workload:
+        return Workload({t: times * n for t, n in self.tasks.items()}, {t: times * n for t, n in self.transfers.items()})
 
     @staticmethod
-    def together(parts: Iterable[Stretch]) -> Stretch:
+    def together(parts: Iterable[Workload]) -> Workload:
         tasks: dict[Task, float] = {}
         transfers: dict[Transfer, float] = {}
         for p in parts:
@@ -67,4 +67,4 @@ class Stretch:
                 tasks[task] = tasks.get(task, 0.0) + n
             for transfer, n in p.transfers.items():
                 transfers[transfer] = transfers.get(transfer, 0.0) + n
-        return Stretch(tasks, transfers)
+        return Workload(tasks, transfers)

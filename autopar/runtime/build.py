@@ -35,12 +35,12 @@ from autopar.offload import OffloadSettings, close_store, next_number, numbered,
 from autopar.plan.decisions import ParamChoice
 from autopar.plan.plan import Plan
 from autopar.plan.schema import canonical, dumps
-from autopar.planner.formulation.overlap_windows import stretch_of
+from autopar.planner.formulation.overlap_windows import window_of
 from autopar.planner.layout import Layout
 from autopar.planner.offload import Offload
 from autopar.planner.precision import Precision
 from autopar.planner.propagate import propagate
-from autopar.planner.request import Wish, asked, decide, following, refuse_other_mesh, setting
+from autopar.planner.request import PlanRequest, asked, decide, following, refuse_other_mesh, training_config
 from autopar.planner.storage import param_choice
 from autopar.runtime.init import distribute, materialize
 from autopar.runtime.inputs import InputReader
@@ -54,7 +54,7 @@ from autopar.tensors.memory_format import laid, order_of
 
 @dataclass(frozen=True)
 class Config:
-    """The arguments of `autopar.compile`. layout: a hand layout; None: planned, as `wish` says."""
+    """The arguments of `autopar.compile`. layout: a hand layout; None: planned, as `request` says."""
 
     loss_fn: Callable[..., Any] | None
     inputs: str
@@ -64,7 +64,7 @@ class Config:
     grad_accumulation: int
     backend: str
     outputs: str
-    wish: Wish
+    request: PlanRequest
 
 
 def no_plan() -> AutoparError:
@@ -85,7 +85,7 @@ class Builder:
         with during("compile", self.groups.ranks):
             self.groups.meet()
             self.layout, self.cluster = agreed(self.groups, self.arguments)
-        given = config.wish.plan
+        given = config.request.plan
         # Of a hand layout, of the given plan, or of a plan yet to be made: that one takes local inputs as they come.
         split = self.layout.data if self.layout else given.data_axes if given else every
         self.reader = InputReader(self.groups, config.inputs, split)
@@ -98,18 +98,18 @@ class Builder:
 
     def arguments(self) -> tuple[tuple[Layout | None, Cluster | None], Facts]:
         """The hand layout, else what to plan for (neither where a plan is given); and what all ranks must pass alike."""
-        wish = self.config.wish
+        request = self.config.request
         layout = None if self.config.layout is None else Layout.of(self.config.layout, self.mesh)
-        cluster = wish.cluster
-        if wish.plan is not None:
-            refuse_other_mesh(wish.plan, self.groups.axes)
+        cluster = request.cluster
+        if request.plan is not None:
+            refuse_other_mesh(request.plan, self.groups.axes)
         elif layout is None and cluster is None:
             cluster = here(self.device, self.mesh.size)
         return (layout, cluster), self.facts()
 
     def facts(self) -> Facts:
         """What must be the same on all ranks before parameters are spread."""
-        c, w = self.config, self.config.wish
+        c, w = self.config, self.config.request
         kinds = (("parameter", self.model.named_parameters), ("buffer", self.model.named_buffers))
         held = [
             f"{kind} {n}: {tuple(t.shape)} {t.dtype}{' on meta' if t.is_meta else ''}{' trained' if t.requires_grad else ''}"
@@ -222,7 +222,7 @@ class Builder:
             self.settle({n: c for n, c in plan.params.items() if n not in fixed})
         with during("compile", ranks):
             settings = Settings(
-                self.device, stored, config.precision.reduce, config.backend, self.once, self.store(plan), stretch_of(graph, folded.stacks)
+                self.device, stored, config.precision.reduce, config.backend, self.once, self.store(plan), window_of(graph, folded.stacks)
             )
             kind = ("train" if self.model.training else "eval") + ("" if grad else "-no-grad")
             step = Step(captured, graph, plan, self.groups, settings, kind)
@@ -235,29 +235,29 @@ class Builder:
 
     def decide(self, folded: Folded, stored: dict[str, torch.dtype], trainable: frozenset[str]) -> Plan:
         """One rank plans, all apply what it says."""
-        wish, c = self.config.wish, self.config
+        request, c = self.config.request, self.config
 
-        budget_bytes = wish.memory_bytes or (self.cluster.device.usable_bytes if self.cluster else math.inf)
-        s = setting(stored, trainable, c.precision.reduce, c.optimizer, budget_bytes, c.grad_accumulation)
+        budget_bytes = request.memory_bytes or (self.cluster.device.usable_bytes if self.cluster else math.inf)
+        s = training_config(stored, trainable, c.precision.reduce, c.optimizer, budget_bytes, c.grad_accumulation)
         s = replace(s, fuses=c.backend == "inductor")
         if self.cluster is not None:
-            s = Offload.of(wish.offload, self.cluster).within(s, self.cluster)
-        plan = Plan.loads(from_first(self.groups, lambda: dumps(decide(wish, self.cluster, folded, self.groups.axes, s))))
-        if wish.plan is not None or self.cluster is None:
+            s = Offload.of(request.offload, self.cluster).within(s, self.cluster)
+        plan = Plan.loads(from_first(self.groups, lambda: dumps(decide(request, self.cluster, folded, self.groups.axes, s))))
+        if request.plan is not None or self.cluster is None:
             return plan
-        return asked(plan, wish, self.cluster, folded, self.groups.axes, s)
+        return asked(plan, request, self.cluster, folded, self.groups.axes, s)
 
     def store(self, plan: Plan) -> str:
         """The name of the place that keeps activations for this model, opened when a plan first wants one; "" where none does."""
         if not plan.offload or self.opened:
             return self.opened
         cluster = self.cluster or here(self.device, self.mesh.size)
-        wish = Offload.of(self.config.wish.offload if self.config.wish.offload is not None else "host", cluster)
-        if NVME in plan.offload.values() and not isinstance(wish.nvme, (str, os.PathLike)):
+        request = Offload.of(self.config.request.offload if self.config.request.offload is not None else "host", cluster)
+        if NVME in plan.offload.values() and not isinstance(request.nvme, (str, os.PathLike)):
             fix = 'pass offload=autopar.Offload(nvme="/a/directory/on/it")'
             raise AutoparError("the plan keeps activations on local disks, and no directory is given for them", fix=fix)
-        directory = None if isinstance(wish.nvme, bool) else os.fspath(wish.nvme)
-        limits = [min(n, 2**62) for n in (wish.host_limit(cluster), wish.nvme_limit(cluster))]
+        directory = None if isinstance(request.nvme, bool) else os.fspath(request.nvme)
+        limits = [min(n, 2**62) for n in (request.host_limit(cluster), request.nvme_limit(cluster))]
         self.opened = numbered(self.groups.prefix, highest(self.groups, next_number(self.groups.prefix)))
         open_store(self.opened, OffloadSettings(int(limits[0]), directory, int(limits[1]) if directory else 0))
         weakref.finalize(self, close_store, self.opened)
@@ -273,7 +273,7 @@ class Builder:
     @property
     def data_axes(self) -> tuple[str, ...]:
         """The axes that the batch is split over; those of local inputs never change."""
-        if self.config.inputs == "local" or self.layout is not None or self.config.wish.plan is not None:
+        if self.config.inputs == "local" or self.layout is not None or self.config.request.plan is not None:
             return self.reader.data_axes
         if self.plan is None or not self.planned:
             raise no_plan()

@@ -51,7 +51,7 @@ class Settings:
     once: CompileOnce | None
     # Where activations are that the plan keeps away from the device (`autopar.offload`), and between which operators they move.
     store: str = ""
-    stretch_of: Mapping[str, int] = field(default_factory=dict)
+    window_of: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def rewritten(
         parts = partition(sharded, reshard_after_forward=plan.reshard_after_forward, recompute=plan.recompute, fuses=fuses, pinned=pinned)
         dump.graph("partition, forward", parts.forward)
         dump.graph("partition, backward", parts.backward)
-        parts = offload(parts, s.store, s.stretch_of, sharded.fake_mode)
+        parts = offload(parts, s.store, s.window_of, sharded.fake_mode)
         parts = overlap(parts, groups.prefix)
     dump.graph("overlap, forward", parts.forward)
     dump.graph("overlap, backward", parts.backward)

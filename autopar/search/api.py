@@ -23,7 +23,7 @@ from autopar.search.bounds import Bounds
 from autopar.search.cache import Cache
 from autopar.search.price import Prices
 from autopar.search.result import Progress, Ranked
-from autopar.search.solutions import Micros
+from autopar.search.solutions import MicroBatches
 from autopar.search.space import Space
 from autopar.text.sizes import format_bytes
 
@@ -43,13 +43,13 @@ def search(
     options: Space | Mapping[str, Any] | None = None,
     progress: Callable[[Progress], None] | None = None,
     cache: str | Path | None = None,
-    fork: bool = False,
+    in_subprocess: bool = False,
 ) -> list[Ranked]:
     """The `top_k` fastest layouts of a step of `model` that fit, the best first. Nothing is computed, the model may lie on the meta device.
 
     inputs, runtime, precision, optimizer: as `autopar.predict` has them, whose answer to each layout comes with it. memory: bytes that a device may use; default what
     it has, less a reserve. options: what is tried (`Space`), such as {"cp": [1], "recompute": ["none", "full"]}. progress: called with a `Progress`. cache: a file that
-    keeps what was solved; a search that was interrupted goes on with it. fork: as `autopar.plan` has it.
+    keeps what was solved; a search that was interrupted goes on with it. in_subprocess: as `autopar.plan` has it.
 
     No layout of the space is better than the first, none that is not in the list better than the last (`autopar.search.bounds` has the proof). Layouts that differ in
     ZeRO's level or offload alone are one, the fastest of them.
@@ -59,10 +59,10 @@ def search(
     where, how, space = Cluster.of(cluster), Runtime.of(runtime), Space.of(options)
     if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1 or top_k < 1:
         raise AutoparError(f"a global batch of {global_batch!r}, the best {top_k!r}", where="search", fix="give whole numbers from 1")
-    wish = Memory.of(memory)
-    if wish.least:
+    request = Memory.of(memory)
+    if request.least:
         raise AutoparError("the least memory is not searched for", where="memory", fix="give the bytes that a device may use")
-    budget_bytes = where.device.usable_bytes if wish.budget_bytes is None else wish.budget_bytes
+    budget_bytes = where.device.usable_bytes if request.budget_bytes is None else request.budget_bytes
     kind_of(optimizer)
     if all(global_batch % b for b in space.micro_batch):
         raise LayoutError(
@@ -70,7 +70,7 @@ def search(
             where="options",
             fix="allow a divisor of it",
         )
-    micros = Micros(model, inputs, where, how, loss_fn, precision, Cache(cache), fork)
+    micros = MicroBatches(model, inputs, where, how, loss_fn, precision, Cache(cache), in_subprocess)
     bounds = Bounds(space, where, how, optimizer, budget_bytes)
     prices = Prices(bounds, type(model).__name__, global_batch, tokens_of(inputs), precision)
     found = BestFirst(space, bounds, prices, micros, top_k, progress or (lambda p: None)).run()

@@ -20,7 +20,7 @@ from autopar.search.bounds import Bounds
 from autopar.search.lower_bound import Pieces
 from autopar.search.price import Prices
 from autopar.search.result import Progress, Ranked
-from autopar.search.solutions import Micros, share_of
+from autopar.search.solutions import MicroBatches, share_of
 from autopar.search.space import Family, Shape, Space, families, shapes
 
 AHEAD = 256  # of the smallest bounds, in which what to solve next is looked for
@@ -35,9 +35,9 @@ class BestFirst:
     space: Space
     bounds: Bounds
     prices: Prices
-    micros: Micros
+    micros: MicroBatches
     top_k: int
-    tell: Callable[[Progress], None]
+    on_progress: Callable[[Progress], None]
     found: list[Ranked] = field(default_factory=list)
     priced: int = 0
     pruned: int = 0
@@ -57,7 +57,7 @@ class BestFirst:
             n = sum(1 for _ in self.families(shape))
             self.total += n
             if n:
-                heap.append((self.bounds.shape_s(self.ideal(shape), shape), next(number), shape, False))
+                heap.append((self.bounds.shape_s(self.lower_bound(shape), shape), next(number), shape, False))
         heapq.heapify(heap)
         while heap and heap[0][0] <= self.limit_s:
             bound_s, _, node, solved = heapq.heappop(heap)
@@ -91,8 +91,8 @@ class BestFirst:
     def best(self) -> list[Ranked]:
         return [r.compared(self.found[0]) for r in self.found]
 
-    def ideal(self, shape: Shape) -> Pieces:
-        return self.micros.ideal(shape.micro_batch, shape.tp * shape.cp)
+    def lower_bound(self, shape: Shape) -> Pieces:
+        return self.micros.lower_bound(shape.micro_batch, shape.tp * shape.cp)
 
     def families(self, shape: Shape) -> Iterator[Family]:
         return families(self.space, shape, self.layers, self.bounds.runtime)
@@ -100,7 +100,11 @@ class BestFirst:
     def solve(self, shape: Shape, heap: list[Node]) -> None:
         """And beside it, where there is a core for it, what will be asked for next."""
         share = share_of(shape)
-        waiting = (n for n in heapq.nsmallest(AHEAD, heap) if isinstance(n[2], Family) and n[0] <= self.limit_s) if self.micros.fork else ()
+        waiting = (
+            (n for n in heapq.nsmallest(AHEAD, heap) if isinstance(n[2], Family) and n[0] <= self.limit_s)
+            if self.micros.in_subprocess
+            else ()
+        )
         then = next((s for n in waiting if (s := share_of(n[2].shape)) != share and s not in self.micros.solved), None)  # type: ignore[union-attr]
         shares = [share] if then is None else [share, then]
         self.report("solving " + " and ".join(f"micro-batch {b} on tp {tp} x cp {cp}" for b, tp, cp, _ in shares))
@@ -109,7 +113,7 @@ class BestFirst:
     def family_s(self, family: Family, solved: bool) -> float:
         try:
             if not solved:
-                return self.bounds.family_s(self.ideal(family.shape), family, False)
+                return self.bounds.family_s(self.lower_bound(family.shape), family, False)
             pieces = self.micros.pieces(family.shape)
             return math.inf if pieces is None else self.bounds.family_s(pieces, family, True)
         except LayoutError:  # layers that cannot be dealt so
@@ -126,4 +130,4 @@ class BestFirst:
 
     def report(self, stage: str) -> None:
         left = self.total - self.priced - self.pruned
-        self.tell(Progress(stage, self.priced, self.pruned, left, tuple(self.best)))
+        self.on_progress(Progress(stage, self.priced, self.pruned, left, tuple(self.best)))

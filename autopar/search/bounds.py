@@ -1,7 +1,7 @@
 """What a family of layouts takes at least, without a replay: the step's formula (`autopar.predict.step`) with something smaller for each of its terms.
 
 A step takes  run + max over ranks ( wait + update ),  run being the replay of the pipeline. With pieces that are no more than the real ones
-(`ideal.py`, or the real ones themselves):
+(`lower_bound.py`, or the real ones themselves):
 
     run     >= lower_bound_s of stage times without hops      no replay is shorter (`pipeline.closed`), and none gets shorter when a time grows (`pipeline.replay`);
                                                               seconds of a stage grow with the FLOPs and bytes of its pieces

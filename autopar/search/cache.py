@@ -19,8 +19,8 @@ from autopar import solver
 from autopar.errors import AutoparError
 from autopar.planner.offline import Task
 from autopar.predict.pieces import Piece
-from autopar.predict.work import Stretch, Transfer
 from autopar.predict.work import Task as Kernel
+from autopar.predict.work import Transfer, Workload
 from autopar.search.lower_bound import Pieces
 from autopar.text.strict_json import JsonError, parse, read_bytes, short
 
@@ -69,14 +69,14 @@ class Cache:
 
 def key_of(task: Task, tp: int, cp: int, sequence_parallel: bool | None, fusion: str) -> str:
     graph = task.folded.graph
-    setting = {f.name: v if not isinstance(v := getattr(task.setting, f.name), frozenset) else sorted(v) for f in fields(task.setting)}
+    training = {f.name: v if not isinstance(v := getattr(task.training, f.name), frozenset) else sorted(v) for f in fields(task.training)}
     text = repr(
         {
             "form": FORM,
             "code": _code(),
             "graph": task.folded.fingerprint(),
             "modules": [op.module for op in graph.ops],
-            "setting": setting,
+            "setting": training,
             "cluster": task.cluster.model_dump_json(),
             "share": (tp, cp, sequence_parallel, fusion),
         }
@@ -95,23 +95,23 @@ def _code() -> str:
 
 
 def _written(p: Piece) -> dict[str, Any]:
-    halves = ("forward", "backward", "again")
+    halves = ("forward", "backward", "recompute")
     plain = {f.name: getattr(p, f.name) for f in fields(Piece) if f.name not in halves}
-    return plain | {h: _stretch_written(getattr(p, h)) for h in halves}
+    return plain | {h: _workload_written(getattr(p, h)) for h in halves}
 
 
-def _stretch_written(s: Stretch) -> dict[str, Any]:
+def _workload_written(s: Workload) -> dict[str, Any]:
     return {"tasks": [[asdict(t), n] for t, n in s.tasks.items()], "transfers": [[asdict(t), n] for t, n in s.transfers.items()]}
 
 
 def _piece(row: dict[str, Any]) -> Piece:
-    quantities: dict[str, Any] = {k: _stretch(v) if isinstance(v, dict) else v for k, v in row.items()}
+    quantities: dict[str, Any] = {k: _workload(v) if isinstance(v, dict) else v for k, v in row.items()}
     return Piece(**quantities)
 
 
-def _stretch(row: dict[str, Any]) -> Stretch:
+def _workload(row: dict[str, Any]) -> Workload:
     transfers = {Transfer(**{**t, "axes": tuple(t["axes"])}): n for t, n in row["transfers"]}
-    return Stretch({Kernel(**t): n for t, n in row["tasks"]}, transfers)
+    return Workload({Kernel(**t): n for t, n in row["tasks"]}, transfers)
 
 
 def _unusable(path: Path, why: str) -> AutoparError:

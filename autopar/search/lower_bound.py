@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from autopar.predict.pieces import Piece
-from autopar.predict.work import Stretch, Task
+from autopar.predict.work import Task, Workload
 
 Pieces = tuple[Piece, ...]
 _HELD = ("saved_bytes", "spared_bytes", "input_bytes", "scores_bytes", "largest_bytes", "params", "shared")
@@ -22,7 +22,7 @@ _HELD = ("saved_bytes", "spared_bytes", "input_bytes", "scores_bytes", "largest_
 def shared(pieces: Sequence[Piece], ways: int) -> Pieces:
     """pieces: of a micro-batch on one device."""
 
-    def less(s: Stretch) -> Stretch:
+    def less(s: Workload) -> Workload:
         out: dict[Task, float] = {}
         for t, n in s.tasks.items():
             small = replace(
@@ -30,13 +30,13 @@ def shared(pieces: Sequence[Piece], ways: int) -> Pieces:
                 weights=t.weights / ways,
             )  # fmt: skip
             out[small] = out.get(small, 0.0) + n
-        return Stretch(out)
+        return Workload(out)
 
     return tuple(_changed(p, less, {name: getattr(p, name) / ways for name in _HELD}) for p in pieces)
 
 
-def _changed(p: Piece, less: Callable[[Stretch], Stretch], held: dict[str, Any]) -> Piece:
-    assert {f.name for f in fields(Piece)} == {"name", "layers", "forward", "backward", "again", *_HELD}, (
+def _changed(p: Piece, less: Callable[[Workload], Workload], held: dict[str, Any]) -> Piece:
+    assert {f.name for f in fields(Piece)} == {"name", "layers", "forward", "backward", "recompute", *_HELD}, (
         "a quantity that bounds do not know"
     )
-    return replace(p, forward=less(p.forward), backward=less(p.backward), again=less(p.again), **held)
+    return replace(p, forward=less(p.forward), backward=less(p.backward), recompute=less(p.recompute), **held)

@@ -34,7 +34,7 @@ def fractions(
     layout: Layout, schedule: Schedule, stages: Stages, halves: Halves, runtime: Runtime, cluster: Cluster, ways: int, budget_bytes: float, allowed: bool
 ) -> tuple[float, ...] | None:  # fmt: skip
     """Of every pipeline rank of `layout`, which offloads nothing yet; None if it does not fit. allowed: whether anything may be offloaded."""
-    all_away = replace(layout, offload=1.0)
+    all_offloaded = replace(layout, offload=1.0)
     found = []
     for rank in range(layout.pp):
         here = peak_bytes(rank, schedule, stages, layout, runtime, ways)
@@ -44,7 +44,7 @@ def fractions(
             continue
         if not allowed:
             return None
-        there = peak_bytes(rank, schedule, stages, all_away, runtime, ways)
+        there = peak_bytes(rank, schedule, stages, all_offloaded, runtime, ways)
         moves, saves = here["activations"] - there["activations"], sum(here.values()) - sum(there.values())
         if moves <= 0:
             return None

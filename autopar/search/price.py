@@ -35,12 +35,12 @@ class Prices:
         found: list[Ranked] = []
         for zero in zeros(b.space, shape):
             layout = family.layout(zero)
-            away = fractions(
+            offloaded = fractions(
                 layout, schedule, stages, halves, b.runtime, cluster, sharded_over(layout, shape.dp), b.budget_bytes, b.space.offload
             )
-            if away is None:
+            if offloaded is None:
                 continue
-            layout = replace(layout, offload=said(away))
+            layout = replace(layout, offload=said(offloaded))
             done = priced(pieces, self.model, cluster, layout, b.runtime, self.global_batch, self.tokens, self.precision, b.optimizer)
             found.append(Ranked(layout, done, cluster, b.cluster.size))
         return min(found, key=Ranked.order, default=None)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.forked import both
+from autopar.capture.in_subprocess import beside
 from autopar.errors import LayoutError
 from autopar.hardware.cluster import Cluster
 from autopar.planner.layout import Layout
@@ -29,7 +29,7 @@ Share = tuple[int, int, int, bool | None]  # micro-batch, tp, cp, sequence paral
 
 
 @dataclass
-class Micros:
+class MicroBatches:
     model: nn.Module
     inputs: Mapping[str, Any]
     cluster: Cluster
@@ -37,20 +37,20 @@ class Micros:
     loss_fn: Callable[..., Any] | None
     precision: Precision | str | torch.dtype | None
     cache: Cache
-    fork: bool = False
+    in_subprocess: bool = False
     tasks: dict[int, Task] = field(default_factory=dict)
     solved: dict[Share, Pieces | None] = field(default_factory=dict)
     _keys: dict[Share, str] = field(default_factory=dict)
-    _ideal: dict[tuple[int, int], Pieces] = field(default_factory=dict)
+    _lower_bounds: dict[tuple[int, int], Pieces] = field(default_factory=dict)
 
     def is_solved(self, shape: Shape) -> bool:
         return share_of(shape) in self.solved
 
     def solve(self, shares: Sequence[Share]) -> None:
-        """One or two, at once if this process may have a copy (`autopar.capture.forked`)."""
+        """One or two, at once if this process may have a copy (`autopar.capture.in_subprocess`)."""
         missing = [s for s in shares if self.key(s) not in self.cache]
-        if self.fork and len(missing) == 2:
-            found = list(both(lambda: self.answer(missing[0]), lambda: self.answer(missing[1])))
+        if self.in_subprocess and len(missing) == 2:
+            found = list(beside(lambda: self.answer(missing[0]), lambda: self.answer(missing[1])))
         else:
             found = [self.answer(s) for s in missing]
         for share, made in zip(missing, found, strict=True):
@@ -71,17 +71,17 @@ class Micros:
         assert found is not None
         return found
 
-    def ideal(self, size: int, ways: int) -> Pieces:
+    def lower_bound(self, size: int, ways: int) -> Pieces:
         """At most the pieces of a micro-batch that so many devices share."""
-        if (size, ways) not in self._ideal:
-            self._ideal[size, ways] = shared(self.alone(size), ways)
-        return self._ideal[size, ways]
+        if (size, ways) not in self._lower_bounds:
+            self._lower_bounds[size, ways] = shared(self.alone(size), ways)
+        return self._lower_bounds[size, ways]
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 
     def task(self, size: int) -> Task:
         if size not in self.tasks:
-            self.tasks[size] = captured(self.model, self.inputs, size, self.cluster, self.loss_fn, self.precision, None, self.fork)
+            self.tasks[size] = captured(self.model, self.inputs, size, self.cluster, self.loss_fn, self.precision, None, self.in_subprocess)
         return self.tasks[size]
 
     def key(self, share: Share) -> str:

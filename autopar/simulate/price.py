@@ -36,7 +36,7 @@ from autopar.passes.overlap import inputs_of, is_ahead, is_behind
 from autopar.passes.partition import Parts
 from autopar.passes.recompute import from_parameters
 from autopar.plan.plan import Plan
-from autopar.planner.formulation.setting import Setting, optimizer_s
+from autopar.planner.formulation.training import TrainingConfig, optimizer_s
 from autopar.rules import lookup
 from autopar.rules.strategy import placements
 
@@ -95,8 +95,8 @@ class Price:
         return "\n".join(lines)
 
 
-def price(parts: Parts, plan: Plan, graph: Graph, cost: Cost, setting: Setting, prefix: str) -> Price:
-    """The time of a call, as `Setting` has it. parts: after `manager.overlap`; graph: the whole captured one, whose fusion `cost` knows; prefix: of group names."""
+def price(parts: Parts, plan: Plan, graph: Graph, cost: Cost, training: TrainingConfig, prefix: str) -> Price:
+    """The time of a call, as `TrainingConfig` has it. parts: after `manager.overlap`; graph: the whole captured one, whose fusion `cost` knows; prefix: of group names."""
     found = charges(parts, plan, graph, cost, prefix)
     accounts: dict[tuple[str, str], float] = {}
     together: dict[tuple[str, str, str], list[Charge]] = defaultdict(list)
@@ -105,7 +105,7 @@ def price(parts: Parts, plan: Plan, graph: Graph, cost: Cost, setting: Setting, 
         accounts[stage, resource] = accounts.get((stage, resource), 0.0) + seconds
 
     for c in found:
-        seconds = c.seconds / (setting.micro_batches if c.serves == "gradient" else 1)
+        seconds = c.seconds / (training.micro_batches if c.serves == "gradient" else 1)
         pay(c.stage, c.resource, seconds)
         if c.blocks:
             pay(c.stage, COMPUTE, c.seconds)
@@ -114,8 +114,8 @@ def price(parts: Parts, plan: Plan, graph: Graph, cost: Cost, setting: Setting, 
         if c.kind:
             together[c.stage, c.serves, c.kind].append(c)
     for n, role in zip((n for n in parts.forward.graph.nodes if n.op == "placeholder"), parts.forward_inputs, strict=True):
-        if role.kind == "param" and role.name in setting.trainable:
-            pay("optimizer", COMPUTE, optimizer_s(cost, setting, n.meta["val"].numel()))
+        if role.kind == "param" and role.name in training.trainable:
+            pay("optimizer", COMPUTE, optimizer_s(cost, training, n.meta["val"].numel()))
     stages = {s: max((t for (stage, _), t in accounts.items() if stage == s), default=0.0) for s in STAGES}
     totals = {k: Collectives(len(v), sum(c.seconds for c in v), sum(c.wire_bytes for c in v)) for k, v in together.items()}
     return Price(sum(stages.values()), stages, accounts, totals, found)
@@ -136,8 +136,8 @@ def charges(parts: Parts, plan: Plan, graph: Graph, cost: Cost, prefix: str) -> 
         for n in nodes:
             if n in bearers:
                 op = bearers[n]
-                again = op.direction != stage and n not in fixed
-                out.append(Charge(n, stage, COMPUTE, _seconds(n, op, plan, cost, one, again), op.name))
+                recompute = op.direction != stage and n not in fixed
+                out.append(Charge(n, stage, COMPUTE, _seconds(n, op, plan, cost, one, recompute), op.name))
             elif is_collective(n):
                 kind, axes = collective_of(n, prefix)
                 sent = wire_bytes(n, cost.mesh.sizes_product(axes))
@@ -169,17 +169,17 @@ def _runs(nodes: Sequence[fx.Node], ops: Mapping[str, Op], stage: str, fixed: se
             yield op, own[-1]
 
 
-def _seconds(n: fx.Node, op: Op, plan: Plan, cost: Cost, one: Cost, again: bool) -> float:
+def _seconds(n: fx.Node, op: Op, plan: Plan, cost: Cost, one: Cost, recompute: bool) -> float:
     """Of one run. one: prices on a mesh of one device; again: in backward, an operator of forward."""
     if local.lookup(op.target) is None:
         here = _as_called(n, op)
         ins = tuple(_whole(t) for t in here.inputs)
         outs = tuple(None if t is None else _whole(t) for t in here.outputs)
-        return one.op(here, lookup(here), {}, ins, outs, again).seconds
+        return one.op(here, lookup(here), {}, ins, outs, recompute).seconds
     rule, choice = lookup(op), plan.ops[op.name]
     shapes = tuple(None if t is None else t.shape for t in op.outputs)
     want, made = placements(rule, choice.strategy, tuple(t.shape for t in op.inputs), shapes, choice.partial)
-    return cost.op(op, rule, choice.strategy, want, made, again).seconds
+    return cost.op(op, rule, choice.strategy, want, made, recompute).seconds
 
 
 def _as_called(n: fx.Node, op: Op) -> Op:

@@ -1,8 +1,8 @@
 """What `progress=` callables are called with, besides the names of stages that are done: kinds of text, so that who only wants seconds need not know them.
 
-tell("capture", 2.4)               a stage is done, and took so long
-tell(Begun("formulate"), 0.0)      a stage begins
-tell(Note("bound 24.8 ms"), 0.0)   what is known by now
+on_progress("capture", 2.4)               a stage is done, and took so long
+on_progress(Begun("formulate"), 0.0)      a stage begins
+on_progress(Note("bound 24.8 ms"), 0.0)   what is known by now
 """
 
 from __future__ import annotations

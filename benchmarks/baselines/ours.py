@@ -21,7 +21,7 @@ from autopar.plan.plan import Plan
 from autopar.planner.budgets import Budgets
 from autopar.planner.offload import Offload
 from autopar.planner.planning import Step, plan_graph, plan_of
-from autopar.planner.stages import Found, uncollected
+from autopar.planner.stages import Found, without_garbage_collection
 from autopar.solver.solve import Limits
 from benchmarks.baselines.program import Program
 
@@ -35,8 +35,8 @@ class Ours:
 
     def __init__(self, program: Program, fusion: str, media: tuple[str, ...], seconds: float, gap: float) -> None:
         self.program, self.fusion, self.limits = program, fusion, Limits(gap=gap, seconds=seconds)
-        setting = Offload.of("host", program.cluster).within(program.setting, program.cluster) if media else program.setting
-        self.step = Step.of(program.graph, program.mesh_axes, program.cluster, setting, self.limits, None, None)
+        training = Offload.of("host", program.cluster).within(program.training, program.cluster) if media else program.training
+        self.step = Step.of(program.graph, program.mesh_axes, program.cluster, training, self.limits, None, None)
         self.known: dict[float, tuple[Plan | None, dict[str, Any]]] = {}
         self.alone: dict[float, tuple[Plan | None, dict[str, Any]]] = {}
         self.budgets: Budgets | None = None
@@ -53,13 +53,13 @@ class Ours:
         return self.known[peak_bytes]
 
     def of_one_budget(self, budget_bytes: float) -> Plan:
-        p, setting = self.program, replace(self.step.setting, budget_bytes=budget_bytes)
-        return plan_graph(self.step.folded, p.mesh_axes, p.cluster, setting, self.limits).plan
+        p, training = self.program, replace(self.step.training, budget_bytes=budget_bytes)
+        return plan_graph(self.step.folded, p.mesh_axes, p.cluster, training, self.limits).plan
 
     def of_all_budgets(self, budget_bytes: float) -> Plan:
         stages = self.step.stages
         stages.start = time.perf_counter()
-        with self.step.in_time(), uncollected():
+        with self.step.in_time(), without_garbage_collection():
             self.budgets = self.budgets or Budgets(stages)
             found = self.budgets.ask(budget_bytes)
             if found:

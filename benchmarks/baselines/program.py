@@ -24,7 +24,7 @@ from autopar.capture.capture import Call, Captured, capture, off_cache
 from autopar.capture.describe import describe
 from autopar.capture.tile import layer_periods
 from autopar.cost import Cost
-from autopar.graph.calls import AWAY
+from autopar.graph.calls import OFFLOADED
 from autopar.graph.graph import DTYPE_BYTES, Graph
 from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
@@ -38,8 +38,8 @@ from autopar.passes.recompute import counters, saved_bytes
 from autopar.passes.shard import Options, Sharded, shard
 from autopar.plan.decisions import OFFLOAD
 from autopar.plan.plan import Plan
-from autopar.planner.formulation.overlap_windows import stretch_of
-from autopar.planner.formulation.setting import Setting
+from autopar.planner.formulation.overlap_windows import window_of
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.layout import Layout
 from autopar.planner.propagate import propagate
 from autopar.rules import lookup
@@ -49,7 +49,7 @@ from autopar.simulate.price import Price, price
 from autopar.simulate.simulator import COMPUTE, records, replay
 from autopar.simulate.written_bytes import stored, with_saved
 from autopar.solver.fold import fold
-from benchmarks.baselines.again import as_compiled
+from benchmarks.baselines.recompute import as_compiled
 
 PREFIX = "memory"  # of the names of process groups, none of which exists
 
@@ -75,7 +75,7 @@ class Program:
     storage: Mapping[str, torch.dtype]
     mesh_axes: dict[str, int]
     cluster: Cluster
-    setting: Setting
+    training: TrainingConfig
     layout: str
 
     @cached_property
@@ -88,16 +88,16 @@ class Program:
 
     @cached_property
     def cost(self) -> Cost:
-        return Cost.compiled(self.cluster, self.mesh, self.graph, self.rules) if self.setting.fuses else Cost(self.cluster, self.mesh)
+        return Cost.compiled(self.cluster, self.mesh, self.graph, self.rules) if self.training.fuses else Cost(self.cluster, self.mesh)
 
     @cached_property
-    def stretch_of(self) -> dict[str, int]:
-        return stretch_of(self.graph, fold(self.graph).stacks)
+    def window_of(self) -> dict[str, int]:
+        return window_of(self.graph, fold(self.graph).stacks)
 
     @cached_property
     def base(self) -> Plan:
         """The hand layout, which keeps all that backward reads."""
-        made = propagate(self.graph, Layout.of(self.layout, self.mesh), self.mesh_axes, self.setting.trainable)
+        made = propagate(self.graph, Layout.of(self.layout, self.mesh), self.mesh_axes, self.training.trainable)
         return replace(made, kept={}, recompute=frozenset())
 
     @cached_property
@@ -138,12 +138,12 @@ class Program:
         """The halves that run. fuses: as they are compiled, without what is then free to make again."""
         sharded = self.marked(plan) if self.mesh.size == 1 else self.sharded(plan)
         halves = partition(sharded, reshard_after_forward=plan.reshard_after_forward, recompute=plan.recompute, fuses=fuses)
-        return overlap(offload(halves, PREFIX, self.stretch_of, sharded.fake_mode), PREFIX)
+        return overlap(offload(halves, PREFIX, self.window_of, sharded.fake_mode), PREFIX)
 
     def sharded(self, plan: Plan) -> Sharded:
-        reduce = getattr(torch, self.setting.reduce) if self.setting.reduce else None
+        reduce = getattr(torch, self.training.reduce) if self.training.reduce else None
         options = Options(torch.device("cpu"), dict(self.storage), PREFIX, reduce)
-        return run_passes(shard(self.captured, self.graph, plan, options), PREFIX, joint_passes(self.setting.fuses))
+        return run_passes(shard(self.captured, self.graph, plan, options), PREFIX, joint_passes(self.training.fuses))
 
     @cached_property
     def labelled(self) -> Sharded:
@@ -153,21 +153,21 @@ class Program:
         sharded = self.sharded(replace(self.base, kept=whole, activations=names))
         for n in sharded.gm.graph.nodes:
             if n.meta.pop("kept", False):
-                n.meta["label"] = n.meta.pop(AWAY)
+                n.meta["label"] = n.meta.pop(OFFLOADED)
         return sharded
 
     def marked(self, plan: Plan) -> Sharded:
         """What the shard pass makes of a plan for one device, where plans differ in nothing but the marks of what they keep."""
         for n in self.labelled.gm.graph.nodes:
             label = n.meta.get("label")
-            for mark in ("kept", AWAY):
+            for mark in ("kept", OFFLOADED):
                 n.meta.pop(mark, None)
             if label in plan.kept:
-                n.meta |= {"kept": True} | ({AWAY: plan.offload[label]} if label in plan.offload else {})
+                n.meta |= {"kept": True} | ({OFFLOADED: plan.offload[label]} if label in plan.offload else {})
         return self.labelled
 
     def price(self, plan: Plan, parts: Parts) -> Price:
-        return price(parts, plan, self.graph, self.cost, self.setting, PREFIX)
+        return price(parts, plan, self.graph, self.cost, self.training, PREFIX)
 
     def point(self, plan: Plan, fusion: str = "planned", ours: bool = False) -> Point:
         """fusion: "planned", as the integer program knows it, or "compiled", as it is in the graphs that run (`again.py`); ours: as our passes make these."""
@@ -178,7 +178,7 @@ class Program:
         if fusion == "compiled":
             computed, sizes = as_compiled(parts, self.cost)
             seconds |= {n: (COMPUTE, s) for n, s in computed.items()}
-        inside = in_kernels(parts) if self.setting.fuses else set()
+        inside = in_kernels(parts) if self.training.fuses else set()
         seconds |= {n: (COMPUTE, 0.0) for n in inside}
         table, start_bytes = records(parts, lambda n: seconds.get(n, (COMPUTE, 0.0)), with_saved(parts, sizes, inside))
         state_bytes, update_bytes = self.optimizer_bytes(parts)
@@ -192,7 +192,7 @@ class Program:
 
     def optimizer_bytes(self, parts: Parts) -> tuple[float, float]:
         """Bytes of the optimizer's state, and of all there is while it runs."""
-        s, state, update = self.setting, 0.0, 0.0
+        s, state, update = self.training, 0.0, 0.0
         places = (n for n in parts.forward.graph.nodes if n.op == "placeholder")
         for n, role in zip(places, parts.forward_inputs, strict=True):
             if role.kind == "param":
@@ -261,9 +261,9 @@ def capture_program(
     params = dict(model.named_parameters())
     trainable = frozenset(n for n in graph.params if params[n].requires_grad)
     stored_bytes = max(DTYPE_BYTES[str(params[n].dtype).removeprefix("torch.")] for n in graph.params)
-    setting = Setting(trainable, "" if cast is None else "float32", master_bytes=float(stored_bytes), fuses=fuses)
+    training = TrainingConfig(trainable, "" if cast is None else "float32", master_bytes=float(stored_bytes), fuses=fuses)
     storage = {n: params[n].dtype for n in graph.params}
-    return Program(captured, graph, layers_of(model, graph), storage, dict(mesh_axes), cluster, setting, layout)
+    return Program(captured, graph, layers_of(model, graph), storage, dict(mesh_axes), cluster, training, layout)
 
 
 def layers_of(model: nn.Module, graph: Graph) -> dict[str, tuple[str, int]]:

@@ -39,7 +39,8 @@ def _child(rank: int, n: int, store: str, fn: Callable[..., Any], args: tuple[An
 
 def run(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 900, patience_s: float = 1800) -> list[Any]:
     """patience_s: how long collectives wait."""
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.dist.ready"])  # a rank starts in milliseconds: torch's compiler takes seconds to import
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")

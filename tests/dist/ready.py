@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import transformers
 from torch.distributed import checkpoint
 from torch.distributed.tensor import DTensor
 
@@ -11,4 +12,4 @@ from autopar import _torch, api
 torch.set_num_threads(1)
 _torch.import_compiler()
 
-__all__ = ["DTensor", "api", "checkpoint"]
+__all__ = ["DTensor", "api", "checkpoint", "transformers"]

@@ -28,7 +28,7 @@ class Hang(Exception):
 
 @dataclass
 class Outcome:
-    """Of one program. failure, setting: the first that failed."""
+    """Of one program. failure, training: the first that failed."""
 
     source: str = ""
     unfit: str = ""

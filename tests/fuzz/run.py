@@ -24,7 +24,7 @@ from autopar.kernels.random import EagerRandom
 from autopar.offload import OffloadSettings, close_store, open_store
 from autopar.passes.manager import overlap
 from autopar.plan.plan import Plan
-from autopar.planner.formulation.setting import Setting as PlanSetting
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.layout import Layout
 from autopar.planner.planning import plan_graph
@@ -33,7 +33,7 @@ from autopar.runtime.lower import lower
 from autopar.solver.solve import Limits
 from tests.fuzz.names import randn
 from tests.fuzz.program import Loaded, load
-from tests.fuzz.settings import Setting, randomly, size_of, with_fates
+from tests.fuzz.settings import Setting, randomly, size_of, with_policies
 from tests.spmd.simulate import STORE, Prepared, Simulated, fake_world, simulated
 from tests.spmd.test_planned import cluster
 
@@ -147,7 +147,7 @@ class Trial:
 def plan_of(p: Prepared, s: Setting) -> Plan:
     trainable = frozenset(n for n, q in p.model.named_parameters() if q.requires_grad)
     if s.layout == "plan":
-        setting = PlanSetting(trainable, least_bytes=1.0, fuses=False)
+        setting = TrainingConfig(trainable, least_bytes=1.0, fuses=False)
         cluster_ = cluster(size_of(s.mesh))
         limits = Limits(gap=0.05, seconds=10)
         plan = plan_graph(p.graph, s.mesh, cluster_, setting, limits).plan
@@ -164,7 +164,7 @@ def plan_of(p: Prepared, s: Setting) -> Plan:
     plan = propagate(p.graph, Layout.of(layout, mesh), s.mesh, trainable)
     if s.layout == "random":
         plan = randomly(p.graph, plan, s.seed)
-    return with_fates(p.graph, plan, s.again, s.away)
+    return with_policies(p.graph, plan, s.recompute, s.offloaded)
 
 
 @contextlib.contextmanager

@@ -22,14 +22,15 @@ LAYOUTS = ("ddp", "fsdp", "tp", "fsdp+tp")
 
 @dataclass(frozen=True)
 class Setting:
-    """mesh: empty for one process. layout: a hand layout, "random" or "plan". again, away: seeds of what runs again and of what is kept elsewhere, -1: nothing."""
+    """mesh: empty for one process. layout: a hand layout, "random" or "plan". recompute, offloaded: seeds of what runs again and of what is kept
+    elsewhere, -1: nothing."""
 
     mesh: dict[str, int] = field(default_factory=dict)
     layout: str = "fsdp"
     backend: str = "aot_eager"
     seed: int = 0
-    again: int = -1
-    away: int = -1
+    recompute: int = -1
+    offloaded: int = -1
     memory: str = "fastest"
 
     def as_dict(self) -> dict[str, Any]:
@@ -65,16 +66,16 @@ def draw(rng: random.Random, wanted: Wanted) -> list[Setting]:
         mesh = wanted.mesh or rng.choice(MESHES)
         kind = rng.random()
         again = rng.randrange(1000) if rng.random() < 0.25 else -1
-        away = rng.randrange(1000) if rng.random() < 0.15 else -1
+        offloaded = rng.randrange(1000) if rng.random() < 0.15 else -1
         seed = rng.randrange(1000)
         if kind < wanted.planned:
             mesh = rng.choice([{"a": 1}, mesh])
             out.append(Setting(mesh, "plan", seed=seed, memory=rng.choice(("fastest", "fastest", "least"))))
         elif kind < 0.5:
-            out.append(Setting(mesh, "random", seed=seed, again=again, away=away))
+            out.append(Setting(mesh, "random", seed=seed, recompute=again, offloaded=offloaded))
         else:
             layouts = [x for x in LAYOUTS if ("tp" in x) <= ("tp" in mesh) and ("fsdp" in x) <= (len(mesh) > 1 or "tp" not in mesh)]
-            out.append(Setting(mesh, rng.choice(layouts), again=again, away=away))
+            out.append(Setting(mesh, rng.choice(layouts), recompute=again, offloaded=offloaded))
     return out
 
 
@@ -111,7 +112,7 @@ def randomly(graph: Graph, plan: Plan, seed: int) -> Plan:
     return replace(plan, ops=ops, layout="random")
 
 
-def with_fates(graph: Graph, plan: Plan, again: int, away: int) -> Plan:
+def with_policies(graph: Graph, plan: Plan, again: int, offloaded: int) -> Plan:
     """Some operators run again, some of what backward reads is kept in host memory."""
     forward = [op for op in graph.ops if op.direction == "forward"]
     read = {t.name for op in graph.ops if op.direction == "backward" for t in op.inputs}
@@ -119,17 +120,17 @@ def with_fates(graph: Graph, plan: Plan, again: int, away: int) -> Plan:
         rng = random.Random(again)
         share = rng.choice((0.3, 0.6, 1.0))
         plan = replace(plan, recompute=plan.recompute | {op.name for op in forward if rng.random() < share})
-    if away >= 0:
-        rng = random.Random(away)
-        kept, fates = dict(plan.kept), {}
+    if offloaded >= 0:
+        rng = random.Random(offloaded)
+        kept, policies = dict(plan.kept), {}
         for op in forward:
             if op.name in plan.recompute or lookup(op).kind == "view":
                 continue
             made = made_at(op, plan.ops)
             for t, p in zip(op.outputs, made, strict=True):
                 if t is not None and p is not None and t.name in read and not p.partial and rng.random() < 0.6:
-                    kept[t.name], fates[t.name] = p, OFFLOAD + "host"
-        plan = replace(plan, kept=kept, activations=fates)
+                    kept[t.name], policies[t.name] = p, OFFLOAD + "host"
+        plan = replace(plan, kept=kept, activations=policies)
     return plan
 
 

@@ -49,10 +49,10 @@ def shrink(p: Program, setting: Setting, kind: str, seconds: float = 60.0) -> tu
 
 
 def _simpler(s: Setting) -> Iterator[Setting]:
-    if s.again >= 0:
-        yield replace(s, again=-1)
-    if s.away >= 0:
-        yield replace(s, away=-1)
+    if s.recompute >= 0:
+        yield replace(s, recompute=-1)
+    if s.offloaded >= 0:
+        yield replace(s, offloaded=-1)
     if s.mesh and s != Setting(backend=s.backend):
         yield Setting(backend="aot_eager")
     if len(s.mesh) > 1:

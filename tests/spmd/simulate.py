@@ -29,7 +29,7 @@ from autopar.passes.offload import offload
 from autopar.passes.partition import Parts, partition
 from autopar.passes.shard import Options, group_name, group_names, shard
 from autopar.plan.plan import Plan
-from autopar.planner.formulation.overlap_windows import stretch_of
+from autopar.planner.formulation.overlap_windows import window_of
 from autopar.planner.layout import Layout
 from autopar.planner.propagate import propagate
 from autopar.solver.fold import fold
@@ -156,7 +156,7 @@ def simulated(p: Prepared, mesh_axes: dict[str, int], layout: str | Layout | Pla
                 _torch.alias_process_group(group_name("sim", axes), group)
     parts = partition(sharded, reshard_after_forward=plan.reshard_after_forward, recompute=plan.recompute)
     if plan.offload:
-        parts = offload(parts, STORE, stretch_of(p.graph, fold(p.graph).stacks), p.captured.fake_mode)
+        parts = offload(parts, STORE, window_of(p.graph, fold(p.graph).stacks), p.captured.fake_mode)
     return Simulated(p.captured, p.graph, plan, parts, mesh, sharded.collectives)
 
 

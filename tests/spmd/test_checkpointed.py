@@ -10,7 +10,7 @@ import torch
 from autopar.cost import Cost
 from autopar.graph.mesh import Mesh
 from autopar.passes.manager import overlap
-from autopar.planner.formulation.setting import Setting
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.planning import plan_graph
 from autopar.rules import lookup
 from autopar.simulate.price import price
@@ -49,8 +49,8 @@ def test_checkpointed_layers(name: str, layout: str) -> None:
         loss, grads = run(plain, without := simulated(plain, AXES, "fsdp" if layout == "planned" else layout))
         p = captured(name, True)
         assert [op.target for op in p.graph.ops] == [op.target for op in plain.graph.ops]
-        setting = Setting(frozenset(p.graph.params))
-        plan = plan_graph(p.graph, AXES, cluster(2), setting, LIMITS).plan if layout == "planned" else layout
+        training = TrainingConfig(frozenset(p.graph.params))
+        plan = plan_graph(p.graph, AXES, cluster(2), training, LIMITS).plan if layout == "planned" else layout
         s = simulated(p, AXES, plan)
         other, theirs = run(p, s)
         assert torch.equal(loss, other)
@@ -59,7 +59,7 @@ def test_checkpointed_layers(name: str, layout: str) -> None:
         else:  # it may split otherwise than the layout
             assert all((grads[n] - theirs[n]).norm() <= 1e-5 * grads[n].norm() for n in grads)
             parts, rules = overlap(s.parts, "sim"), {op.name: lookup(op) for op in p.graph.ops}
-            got = price(parts, s.plan, p.graph, Cost.compiled(cluster(2), Mesh.of(AXES), p.graph, rules), setting, "sim")
+            got = price(parts, s.plan, p.graph, Cost.compiled(cluster(2), Mesh.of(AXES), p.graph, rules), training, "sim")
             assert got.step_time_s == pytest.approx(s.plan.predicted["step_time_s"], rel=1e-6)
         assert 2 * len(saved_activations(s)) < len(saved_activations(without))
         assert torch.int64 not in saved_activations(s)  # what dropout's masks are drawn from

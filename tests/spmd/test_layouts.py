@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from autopar.plan.plan import Plan
-from autopar.planner.formulation.setting import Setting
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.layout import Layout
 from autopar.planner.planning import Planned, plan_graph
 from tests.spmd.test_planned import LIMITS, captured, check, cluster
@@ -25,7 +25,7 @@ LAYOUTS = {
 def planned(name: str, mesh: dict[str, int], layout: Layout) -> Planned:
     p, _ = captured(name)
     trainable = frozenset(n for n, q in p.model.named_parameters() if q.requires_grad)
-    return plan_graph(p.graph, mesh, cluster(math.prod(mesh.values())), Setting(trainable), LIMITS, None, layout)
+    return plan_graph(p.graph, mesh, cluster(math.prod(mesh.values())), TrainingConfig(trainable), LIMITS, None, layout)
 
 
 # This GPT-2 drops out attention's weights, so its attention is products and a softmax, which no rank has a part of the queries of.

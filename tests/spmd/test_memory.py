@@ -19,7 +19,7 @@ from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 
 from autopar.offload import OffloadSettings, close_store, open_store
 from autopar.passes.manager import overlap
-from autopar.planner.formulation.setting import Setting
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.planning import plan_graph
 from autopar.runtime.lower import lower
@@ -39,13 +39,13 @@ MODELS = ("llama", "gpt2", "bert", "t5", "qwen3")
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one device; fates: how many activations are saved, made again, kept away."""
+    """Bytes of one device; policies: how many activations are saved, made again, kept away."""
 
     predicted: float
     measured: float
     budget: float
     at: str
-    fates: tuple[int, int, int]
+    policies: tuple[int, int, int]
 
     @property
     def error(self) -> float:
@@ -53,7 +53,7 @@ class Memory:
 
     def __str__(self) -> str:
         mb = f"predicted {self.predicted / 1e6:.3f} MB, measured {self.measured / 1e6:.3f} MB ({self.error:+.2%}), budget {self.budget / 1e6:.3f} MB"
-        return f"{mb}; saved, recomputed, away: {self.fates}; peak at {self.at}"
+        return f"{mb}; saved, recomputed, away: {self.policies}; peak at {self.at}"
 
 
 @functools.cache
@@ -75,9 +75,9 @@ def memory(name: str, axes: str, budget_bytes: float, layers: int = 3, batch: in
     devices = math.prod(mesh.values())
     params = dict(p.model.named_parameters(remove_duplicate=False))
     trainable = frozenset(n for n, q in params.items() if q.requires_grad)
-    setting = Setting(trainable, budget_bytes=budget_bytes, media=("host",), least_bytes=1e4, fuses=False)
-    found = plan_graph(p.graph, mesh, fast(devices), setting, LIMITS)
-    state = sum(math.prod(c.storage.local_shape(found.plan.mesh)) * setting.state_bytes for c in found.plan.params.values() if c.trainable)
+    training = TrainingConfig(trainable, budget_bytes=budget_bytes, media=("host",), least_bytes=1e4, fuses=False)
+    found = plan_graph(p.graph, mesh, fast(devices), training, LIMITS)
+    state = sum(math.prod(c.storage.local_shape(found.plan.mesh)) * training.state_bytes for c in found.plan.params.values() if c.trainable)
     with tempfile.TemporaryDirectory() as folder, fake_world(devices):
         open_store(STORE, OffloadSettings(10**9, folder, 10**9))
         try:
@@ -99,10 +99,10 @@ def memory(name: str, axes: str, budget_bytes: float, layers: int = 3, batch: in
             close_store(STORE)
     rows = zip((row.name for row in found.found.problem.rows), found.solution.price.row_bytes, strict=True)
     predicted = max(b for name_, b in rows if name_ != "optimizer step")
-    again = sum(fate == "recompute" for fate in found.plan.activations.values())
-    away = len(found.plan.offload)
-    fates = (len(found.plan.activations) - again - away, again, away)
-    return Memory(predicted, live.peak / devices + state, budget_bytes, live.at, fates)
+    again = sum(policy == "recompute" for policy in found.plan.activations.values())
+    offloaded = len(found.plan.offload)
+    policies = (len(found.plan.activations) - again - offloaded, again, offloaded)
+    return Memory(predicted, live.peak / devices + state, budget_bytes, live.at, policies)
 
 
 def budgets(name: str, axes: str, everything: Memory, size: tuple[int, int, int]) -> list[float]:
@@ -126,7 +126,7 @@ def test_one_device(name: str) -> None:
         found = memory(name, "dp=1", budget, *size)
         assert abs(found.error) <= TOLERANCE, found
         assert found.measured <= found.budget, found
-        assert found.fates[1:] != everything.fates[1:], found
+        assert found.policies[1:] != everything.policies[1:], found
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])

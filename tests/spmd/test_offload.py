@@ -26,7 +26,7 @@ from autopar.offload import OffloadSettings, close_store, find_store, open_store
 from autopar.passes.manager import overlap
 from autopar.passes.partition import Parts
 from autopar.plan.plan import Plan
-from autopar.planner.formulation.setting import Setting
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.planning import Planned, plan_graph
 from autopar.rules import lookup
 from autopar.simulate.price import price
@@ -47,16 +47,16 @@ def fast(devices: int) -> Cluster:
     return c.model_copy(update={"host": link, "nvme": nvme})
 
 
-def setting_of(name: str, media: tuple[str, ...], budget_bytes: float) -> Setting:
+def training_of(name: str, media: tuple[str, ...], budget_bytes: float) -> TrainingConfig:
     p, _ = captured(name, 4)
     trainable = frozenset(n for n, q in p.model.named_parameters() if q.requires_grad)
-    return Setting(trainable, budget_bytes=budget_bytes, media=media, least_bytes=1.0)
+    return TrainingConfig(trainable, budget_bytes=budget_bytes, media=media, least_bytes=1.0)
 
 
 @functools.cache
 def planned(name: str, axes: str, media: tuple[str, ...], budget_bytes: float) -> Planned:
     mesh = mesh_of(axes)
-    return plan_graph(captured(name, 4)[0].graph, mesh, fast(math.prod(mesh.values())), setting_of(name, media, budget_bytes), LIMITS)
+    return plan_graph(captured(name, 4)[0].graph, mesh, fast(math.prod(mesh.values())), training_of(name, media, budget_bytes), LIMITS)
 
 
 @functools.cache
@@ -101,7 +101,7 @@ def test_what_is_priced_is_moved(name: str, axes: str, medium: str) -> None:
     p, _ = captured(name, 4)
     mesh = mesh_of(axes)
     cost = Cost.compiled(fast(math.prod(mesh.values())), Mesh.of(mesh), p.graph, {op.name: lookup(op) for op in p.graph.ops})
-    got = price(parts, found.plan, p.graph, cost, setting_of(name, (medium,), math.inf), "sim")
+    got = price(parts, found.plan, p.graph, cost, training_of(name, (medium,), math.inf), "sim")
     want = found.plan.predicted["step_time_s"]
     assert abs(got.step_time_s - want) <= 1e-6 * want, f"{got}\npredicted {found.plan.predicted}"
     for gm in (parts.forward, parts.backward):
@@ -116,14 +116,14 @@ def test_only_what_links_carry_beside_compute() -> None:
     assert not planned("llama", "dp=1", ("host",), math.inf).plan.offload
     budget = 0.7 * everything.predicted["peak_memory_bytes"]
     quick = planned("llama", "dp=1", ("host",), budget).plan
-    setting = setting_of("llama", ("host",), budget)
+    training = training_of("llama", ("host",), budget)
     crawling = fast(1).model_copy(update={"host": fast(1).host.model_copy(update={"bandwidth_Bps": 1.0})})
-    slow = plan_graph(p.graph, {"dp": 1}, crawling, setting, LIMITS).plan
+    slow = plan_graph(p.graph, {"dp": 1}, crawling, training, LIMITS).plan
     alone = planned("llama", "dp=1", (), budget).plan
     assert quick.offload and not slow.offload
     assert len(quick.recompute) < len(slow.recompute)
     assert quick.predicted["step_time_s"] < slow.predicted["step_time_s"] == pytest.approx(alone.predicted["step_time_s"], rel=0.01)
-    full = plan_graph(p.graph, {"dp": 1}, fast(1), replace(setting, host_bytes=1.0), LIMITS).plan
+    full = plan_graph(p.graph, {"dp": 1}, fast(1), replace(training, host_bytes=1.0), LIMITS).plan
     assert not full.offload
 
 
@@ -167,19 +167,19 @@ def test_all_fates_at_once_are_the_same_bits(tmp_path: Path) -> None:
     name = "gpt2"
     p, _ = captured(name, 4)
     everything = planned(name, "dp=1", (), math.inf).plan
-    away_bytes = sum(p.graph.tensors[t].nbytes for t in little(name, "dp=1", "host").plan.offload)
-    setting = setting_of(name, ("host", "nvme"), 0.5 * everything.predicted["peak_memory_bytes"])
-    setting = replace(setting, host_bytes=0.1 * away_bytes, nvme_bytes=0.1 * away_bytes)
-    plan = plan_graph(p.graph, {"dp": 1}, fast(1), setting, LIMITS).plan
+    offloaded_bytes = sum(p.graph.tensors[t].nbytes for t in little(name, "dp=1", "host").plan.offload)
+    training = training_of(name, ("host", "nvme"), 0.5 * everything.predicted["peak_memory_bytes"])
+    training = replace(training, host_bytes=0.1 * offloaded_bytes, nvme_bytes=0.1 * offloaded_bytes)
+    plan = plan_graph(p.graph, {"dp": 1}, fast(1), training, LIMITS).plan
     again = {op.name: op for op in p.graph.ops if op.name in plan.recompute and lookup(op).kind != "view"}
     views = {op.out.name: op.inputs[0].name for op in p.graph.ops if lookup(op).kind == "view"}
 
     def viewed(name: str) -> str:
         return viewed(views[name]) if name in views else name
 
-    read_again = {viewed(t.name) for op in again.values() for t in op.inputs}
+    read_by_recompute = {viewed(t.name) for op in again.values() for t in op.inputs}
     assert set(plan.offload.values()) == {"host", "nvme"} and "save" in plan.activations.values()
-    assert any(t is not None and t.name in read_again for op in again.values() for t in op.outputs), "no chain"
+    assert any(t is not None and t.name in read_by_recompute for op in again.values() for t in op.outputs), "no chain"
     check_bits(name, (everything, plan), tmp_path)
 
 

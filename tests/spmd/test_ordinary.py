@@ -20,7 +20,7 @@ from autopar.graph.placement import Placement
 from autopar.kernels.random import EagerRandom
 from autopar.plan.decisions import OpChoice
 from autopar.plan.plan import Plan
-from autopar.planner.formulation.setting import Setting
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.layout import Layout
 from autopar.planner.planning import Planned, plan_graph
 from autopar.planner.propagate import propagate
@@ -46,7 +46,7 @@ def captured(name: str) -> tuple[Prepared, dict[str, Any]]:
 
 def planned(p: Prepared, mesh: dict[str, int]) -> Planned:
     trainable = frozenset(n for n, q in p.model.named_parameters() if q.requires_grad)
-    return plan_graph(p.graph, mesh, cluster(math.prod(mesh.values())), Setting(trainable), LIMITS)
+    return plan_graph(p.graph, mesh, cluster(math.prod(mesh.values())), TrainingConfig(trainable), LIMITS)
 
 
 def eager(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:

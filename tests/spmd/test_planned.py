@@ -18,7 +18,7 @@ import torch
 
 from autopar.hardware.cluster import Cluster
 from autopar.plan.decisions import CollectiveUse
-from autopar.planner.formulation.setting import Setting
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.planning import Planned, plan_graph
 from autopar.solver.solve import Limits
@@ -59,8 +59,8 @@ def _planned(
 ) -> Planned:
     p, _ = captured(name, layers)
     trainable = frozenset(n for n, q in p.model.named_parameters() if q.requires_grad)
-    setting = Setting(trainable, budget_bytes=budget_bytes, micro_batches=micro_batches)
-    return plan_graph(p.graph, dict(mesh), LINKS[links](math.prod(n for _, n in mesh)), setting, limits)
+    training = TrainingConfig(trainable, budget_bytes=budget_bytes, micro_batches=micro_batches)
+    return plan_graph(p.graph, dict(mesh), LINKS[links](math.prod(n for _, n in mesh)), training, limits)
 
 
 def planned(

@@ -21,7 +21,7 @@ from autopar.graph.mesh import Mesh
 from autopar.passes.manager import overlap
 from autopar.passes.overlap import computes
 from autopar.passes.partition import Parts
-from autopar.planner.formulation.setting import Setting
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.planning import Planned
 from autopar.rules import lookup
@@ -33,7 +33,7 @@ from tests.spmd.simulate import fake_world, simulated
 from tests.spmd.test_planned import LINKS, NAMES, captured, planned
 
 EXACT = 1e-6
-STATE_BYTES = Setting(frozenset()).state_bytes
+STATE_BYTES = TrainingConfig(frozenset()).state_bytes
 AXES = {1: "dp=4", 2: "dp=2,tp=2", 3: "a=2,b=2,c=2"}
 # Any plan will do on two axes and three: the test is of the price, and the solver would take minutes for the best of some.
 SECONDS = {1: 300.0, 2: 60.0, 3: 30.0}
@@ -65,8 +65,8 @@ def priced(
     with fake_world(devices):
         parts = overlap(simulated(p, mesh, found.plan).parts, "sim")
     trainable = frozenset(n for n, q in p.model.named_parameters() if q.requires_grad)
-    setting = Setting(trainable, micro_batches=micro_batches)
-    return found, price(parts, found.plan, p.graph, cost_of(name, axes, links), setting, "sim"), parts
+    training = TrainingConfig(trainable, micro_batches=micro_batches)
+    return found, price(parts, found.plan, p.graph, cost_of(name, axes, links), training, "sim"), parts
 
 
 def cost_of(name: str, axes: str, links: str = "even") -> Cost:

@@ -12,7 +12,7 @@ import torch
 from autopar.plan.plan import Plan
 from autopar.plan.schema import canonical, dumps
 from autopar.planner import offline
-from autopar.planner.formulation.setting import Setting
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.planning import plan_graph
 from autopar.planner.refit import refit
 from tests.models import ZOO
@@ -40,12 +40,12 @@ def decided(plan: Plan) -> str:
 def test_a_tiled_plan_on_the_whole(name: str, tight: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     p, inputs = prepared(name)
     cluster = test_planned.cluster(4)
-    setting = Setting(frozenset(p.graph.params), budget_bytes=cluster.device.usable_bytes)
-    whole = plan_graph(p.graph, MESH, cluster, setting, test_planned.LIMITS)
+    training = TrainingConfig(frozenset(p.graph.params), budget_bytes=cluster.device.usable_bytes)
+    whole = plan_graph(p.graph, MESH, cluster, training, test_planned.LIMITS)
     memory = None
     if tight:  # some layers keep, others make again
         memory = 0.8 * max(whole.solution.price.row_bytes)
-        whole = plan_graph(p.graph, MESH, cluster, dataclasses.replace(setting, budget_bytes=memory), test_planned.LIMITS)
+        whole = plan_graph(p.graph, MESH, cluster, dataclasses.replace(training, budget_bytes=memory), test_planned.LIMITS)
     tiled = offline.plan(p.model, inputs, cluster, MESH, memory=memory, options={"seconds": 300})
     assert len(tiled.ops) < len(p.graph.ops) and str(tiled.solver["capture"]).startswith("folded from captures")
     found = refit(Plan.loads(dumps(tiled)), p.graph)

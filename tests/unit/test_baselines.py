@@ -147,7 +147,7 @@ def test_checkpoints_save_what_torchs_checkpoint_saves(name: str, policy: str) -
     m = model(name)
     m.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
     theirs = capture_program(m, ZOO[name].inputs(4, 16), {"dp": 1}, Cluster.of("h100:1"), "ddp", "float32")
-    plan = propagate(theirs.graph, Layout.of("ddp", theirs.mesh), theirs.mesh_axes, theirs.setting.trainable)
+    plan = propagate(theirs.graph, Layout.of("ddp", theirs.mesh), theirs.mesh_axes, theirs.training.trainable)
     assert plan.recompute
     sharded = theirs.sharded(plan)
     want = partition(sharded, recompute=plan.recompute)
@@ -184,7 +184,7 @@ def test_marks_are_those_of_the_shard_pass() -> None:
         plan = p.keeping(saved)
         fast = p.parts(plan)
         sharded = p.sharded(plan)
-        slow = offload(partition(sharded, recompute=plan.recompute), PREFIX, p.stretch_of, sharded.fake_mode)
+        slow = offload(partition(sharded, recompute=plan.recompute), PREFIX, p.window_of, sharded.fake_mode)
         assert fast.saved == slow.saved
         for a, b in ((fast.forward, slow.forward), (fast.backward, slow.backward)):
             assert sorted(n.format_node() or "" for n in a.graph.nodes) == sorted(n.format_node() or "" for n in b.graph.nodes)

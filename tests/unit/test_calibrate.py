@@ -177,12 +177,12 @@ def test_two_alike_take_twice_as_long() -> None:
 
 
 @given(st.floats(0, 1e12), st.floats(1, 100), st.floats(0, 1e9), st.sampled_from(["matmul", "attention", "cheap", "loss"]))
-def test_measured_work_is_monotone(flops: float, more: float, nbytes: float, kind: str) -> None:
+def test_measured_work_is_monotone(flops: float, step_overhead: float, nbytes: float, kind: str) -> None:
     cost = Cost(CALIBRATED, Mesh.of({}))
     if kind in ("cheap", "loss"):
         flops = 0.0
     least = cost.kernel_s(kind, "float32", flops, nbytes, 1)
-    assert least <= cost.kernel_s(kind, "float32", flops * more, nbytes * more, 1) * (1 + 1e-12)
+    assert least <= cost.kernel_s(kind, "float32", flops * step_overhead, nbytes * step_overhead, 1) * (1 + 1e-12)
 
 
 CALIBRATED = calibration(made()).cluster
@@ -198,12 +198,12 @@ def test_calls_take_more_in_a_step() -> None:
     """What steps miss is in the curves of work; in collectives' and the optimizer's it is not."""
     steps = tuple(stepped(c, n, 0.3, 4e-5) for c, n in ((0.02, 200), (0.1, 220), (0.03, 250)))
     plain, found = calibration(made()).cluster, calibration(replace(made(), steps=steps))
-    assert found.more is not None
-    assert (found.more.share.value, found.more.seconds.value) == pytest.approx((0.3, 4e-5), rel=0.02)
-    assert 0 < found.more.share.relative_sd < 0.2
+    assert found.step_overhead is not None
+    assert (found.step_overhead.share.value, found.step_overhead.seconds.value) == pytest.approx((0.3, 4e-5), rel=0.02)
+    assert 0 < found.step_overhead.share.relative_sd < 0.2
     assert "of a call in a step" in found.text() and "more than what they take by themselves" in found.cluster.model_dump_json()
     for before, after in zip(plain.device.curves, found.cluster.device.curves, strict=True):
-        share, more_s = (0.0, 0.0) if before.of == "optimizer" else (found.more.share.value, found.more.seconds.value)
+        share, more_s = (0.0, 0.0) if before.of == "optimizer" else (found.step_overhead.share.value, found.step_overhead.seconds.value)
         assert after.seconds == pytest.approx([(1 + share) * s + more_s for s in before.seconds])
     assert found.cluster.curves == plain.curves
 

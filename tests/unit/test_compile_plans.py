@@ -24,7 +24,7 @@ from autopar.hardware.cluster import ClusterError
 from autopar.plan.plan import Plan
 from autopar.plan.schema import dumps, save
 from autopar.planner.infeasible import InfeasibleError
-from autopar.planner.request import Wish, following, refuse_other_mesh, setting, storable
+from autopar.planner.request import PlanRequest, following, refuse_other_mesh, storable, training_config
 from tests.models import ZOO
 from tests.plans import made
 
@@ -34,14 +34,18 @@ from tests.plans import made
 def test_a_plan_or_its_file(tmp_path: Path) -> None:
     plan = made("tiny", {"dp": 2}, "fsdp")
     save(plan, tmp_path / "p.json")
-    assert Wish.of(plan, None, None, None).plan is plan
-    assert Wish.of(tmp_path / "p.json", None, None, None).plan == Wish.of(str(tmp_path / "p.json"), None, None, None).plan == plan
+    assert PlanRequest.of(plan, None, None, None).plan is plan
+    assert (
+        PlanRequest.of(tmp_path / "p.json", None, None, None).plan
+        == PlanRequest.of(str(tmp_path / "p.json"), None, None, None).plan
+        == plan
+    )
 
 
 def test_the_rest_of_what_is_planned_with() -> None:
-    wish = Wish.of(None, 6e10, "h100:2x8", {"seconds": 5, "gap": 0.1})
-    assert wish.memory_bytes == 6e10 and wish.cluster is not None and wish.cluster.size == 16
-    assert (wish.limits.seconds, wish.limits.gap) == (5, 0.1)
+    request = PlanRequest.of(None, 6e10, "h100:2x8", {"seconds": 5, "gap": 0.1})
+    assert request.memory_bytes == 6e10 and request.cluster is not None and request.cluster.size == 16
+    assert (request.limits.seconds, request.limits.gap) == (5, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +63,7 @@ def test_the_rest_of_what_is_planned_with() -> None:
 )
 def test_arguments_that_mean_nothing(arguments: Any, says: str) -> None:
     with pytest.raises(AutoparError, match=says) as e:
-        Wish.of(*arguments)
+        PlanRequest.of(*arguments)
     assert e.value.fix
 
 
@@ -88,18 +92,21 @@ def test_another_mesh(axes: dict[str, int]) -> None:
 def test_setting() -> None:
     """Moments and masters are as wide as what is stored; 8-bit moments a byte and their scales; an unknown optimizer is Adam in single precision."""
     stored, trained = {"a": torch.float32, "b": torch.bfloat16}, frozenset("a")
-    s = setting(stored, trained, torch.float32, "adamw", 1e9)
+    s = training_config(stored, trained, torch.float32, "adamw", 1e9)
     assert (s.trainable, s.reduce, s.state_bytes, s.master_bytes, s.budget_bytes) == (trained, "float32", 8.0, 4.0, 1e9)
-    assert setting(stored, trained, None, torch.optim.SGD, math.inf).state_bytes == 0
-    assert setting(stored, trained, None, type("Unknown", (torch.optim.Optimizer,), {}), 1.0).state_bytes == 8.0
-    half = setting({"b": torch.bfloat16}, trained, None, "adamw", 1.0, grad_accumulation=4)
+    assert training_config(stored, trained, None, torch.optim.SGD, math.inf).state_bytes == 0
+    assert training_config(stored, trained, None, type("Unknown", (torch.optim.Optimizer,), {}), 1.0).state_bytes == 8.0
+    half = training_config({"b": torch.bfloat16}, trained, None, "adamw", 1.0, grad_accumulation=4)
     assert (half.state_bytes, half.step_bytes, half.master_bytes, half.micro_batches) == (4.0, 2.0, 2.0, 4)
-    assert setting(stored, trained, None, "adamw8bit", 1.0).state_bytes == pytest.approx(2.03, abs=0.01)
-    assert (setting(stored, trained, None, "adamw", 1.0).step_bytes, setting(stored, trained, None, "adamw-fused", 1.0).step_bytes) == (
+    assert training_config(stored, trained, None, "adamw8bit", 1.0).state_bytes == pytest.approx(2.03, abs=0.01)
+    assert (
+        training_config(stored, trained, None, "adamw", 1.0).step_bytes,
+        training_config(stored, trained, None, "adamw-fused", 1.0).step_bytes,
+    ) == (
         4,
         0,
     )
-    assert setting({"b": torch.bfloat16}, trained, None, "sgd-momentum", 1.0).master_bytes == 2.0
+    assert training_config({"b": torch.bfloat16}, trained, None, "sgd-momentum", 1.0).master_bytes == 2.0
 
 
 # ---- this machine ------------------------------------------------------------------------------------------------

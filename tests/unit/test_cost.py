@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autopar.cost import Cost, OpCost
-from autopar.cost.fusion import ALONE, Looks, _groups, fused
+from autopar.cost.fusion import ALONE, Storages, _groups, fused
 from autopar.cost.links import members_on_node
 from autopar.cost.memory import COPIES, LOOKUPS
 from autopar.cost.model import DRAW_BYTES, DRAW_CALLS
@@ -571,7 +571,7 @@ def test_groups_can_run_one_after_another(data: st.DataObject) -> None:
     written = {w for _, ws in found.values() for w in ws}
     assert base(names[-1]) in {*written, "x"}
     rules = {op.name: lookup(op) for op in ops}
-    group = _groups(g, rules, Looks(g, rules), by_module=False)
+    group = _groups(g, rules, Storages(g, rules), by_module=False)
     read_by = {(group[n], base(r)) for n, (rs, _) in found.items() for r in rs}
     for op in ops:
         for x in op.inputs if op.name in group else ():

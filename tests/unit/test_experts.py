@@ -23,7 +23,7 @@ from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.plan.decisions import ParamChoice
 from autopar.plan.plan import Plan
-from autopar.planner.formulation.setting import Setting
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.planning import plan_graph
 from autopar.solver.fold import Folded, fold
 from autopar.solver.solve import Limits
@@ -67,8 +67,8 @@ def gpt2_small(batch: int) -> Folded:
 
 def planned(program: Folded, cluster: str | Cluster, mesh: dict[str, int], layout: str | None = None) -> Plan:
     where = Cluster.of(cluster)
-    setting = Setting(frozenset(program.graph.params), "float32", budget_bytes=where.device.usable_bytes)
-    plan = plan_graph(program, mesh, where, setting, Limits(seconds=120), layout=layout).plan
+    training = TrainingConfig(frozenset(program.graph.params), "float32", budget_bytes=where.device.usable_bytes)
+    plan = plan_graph(program, mesh, where, training, Limits(seconds=120), layout=layout).plan
     assert plan.solver["stopped_by"] == "gap" and not plan.repeated and not plan.fallbacks
     return plan
 

@@ -9,7 +9,7 @@ import pytest
 from autopar.errors import AutoparError, MeshError
 from autopar.plan.text import strategy
 from autopar.planner.explain import Explanation, explain_graph
-from autopar.planner.formulation.setting import Setting
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.planning import plan_graph
 from autopar.solver.fold import Folded, fold
@@ -25,17 +25,17 @@ def folded() -> Folded:
     return fold(captured("llama", 3).graph)
 
 
-def setting(budget_bytes: float = float("inf")) -> Setting:
-    return Setting(frozenset(folded().graph.params), budget_bytes=budget_bytes)
+def training(budget_bytes: float = float("inf")) -> TrainingConfig:
+    return TrainingConfig(frozenset(folded().graph.params), budget_bytes=budget_bytes)
 
 
 def asked(op: str, placement: str, mesh: dict[str, int] = MESH, **more: float) -> Explanation:
-    return explain_graph(folded(), mesh, cluster(4), setting(**more), op, placement, Limits(seconds=120))
+    return explain_graph(folded(), mesh, cluster(4), training(**more), op, placement, Limits(seconds=120))
 
 
 @functools.cache
 def step_s() -> float:
-    return plan_graph(folded(), MESH, cluster(4), setting(), Limits(seconds=120)).solution.objective_s
+    return plan_graph(folded(), MESH, cluster(4), training(), Limits(seconds=120)).solution.objective_s
 
 
 def test_what_costs() -> None:
@@ -49,16 +49,16 @@ def test_what_costs() -> None:
 
 
 def test_what_the_plan_does() -> None:
-    plan = plan_graph(folded(), MESH, cluster(4), setting(), Limits(seconds=120)).plan
+    plan = plan_graph(folded(), MESH, cluster(4), training(), Limits(seconds=120)).plan
     name = next(n for n, c in plan.ops.items() if c.kind == "attention" and plan.targets[n] == "autopar.attention_v1.default")
-    wish = strategy(plan, "autopar.attention_v1", plan.ops[name])
+    request = strategy(plan, "autopar.attention_v1", plan.ops[name])
     for op in (name, "self_attn", "model.layers.1.self_attn", "layers.*.self_attn"):
-        e = asked(op, wish)
+        e = asked(op, request)
         assert e.verdict == "does" and e.instead_s == e.step_s and "So it is in the plan" in e.text
     p = plan.params["model.layers.1.mlp.up_proj.weight"]
     where = {s.axis: s.dim for s in p.storage.splits}
-    wish = ", ".join(f"Shard({where[a]}) over {a}" if a in where else f"Replicate over {a}" for a in plan.mesh.names)
-    assert asked("layers.2.mlp.up_proj.weight", wish).verdict == "does"
+    request = ", ".join(f"Shard({where[a]}) over {a}" if a in where else f"Replicate over {a}" for a in plan.mesh.names)
+    assert asked("layers.2.mlp.up_proj.weight", request).verdict == "does"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_what_does_not_fit() -> None:
     """A parameter replicated, in a budget that just holds it sharded; and one that holds nothing."""
     mesh = {"dp": 4}
     with pytest.raises(InfeasibleError) as least:
-        plan_graph(folded(), mesh, cluster(4), setting(1000.0), Limits(seconds=120))
+        plan_graph(folded(), mesh, cluster(4), training(1000.0), Limits(seconds=120))
     e = asked("lm_head.weight", "Replicate", mesh, budget_bytes=1.001 * (1000.0 + least.value.shortfall_bytes))
     assert e.verdict == "does not fit", e.text
     assert "too much" in e.text and "a device would do" in e.text

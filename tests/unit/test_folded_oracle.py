@@ -29,12 +29,12 @@ from autopar.graph.graph import Graph
 from autopar.graph.mesh import Mesh
 from autopar.hardware.cluster import Cluster
 from autopar.planner.formulation import clusters as together
-from autopar.planner.formulation.lower_bound import ideal
+from autopar.planner.formulation.lower_bound import lower_bound_problem
 from autopar.planner.formulation.memory_rows import rows
 from autopar.planner.formulation.names import Names
 from autopar.planner.formulation.problem import Formulator
-from autopar.planner.formulation.setting import Setting
-from autopar.planner.formulation.symmetry import Quotient, quotient
+from autopar.planner.formulation.symmetry import SymmetryClasses, symmetry
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.stages import WORTH, Stages
 from autopar.rules import lookup
 from autopar.solver.evaluate import Price, evaluate, tidy
@@ -47,7 +47,7 @@ from autopar.solver.solve import Infeasible, Limits, Solution, smallest, solve
 
 MESH = Mesh.of({"dp": 2})
 CHUNKS, MODELS = 8, 3
-JOINT, AGAIN = 12, 5  # so many strategies of a whole model, and operators that may run again, are left to choose from
+JOINT, REPEATS = 12, 5  # so many strategies of a whole model, and operators that may run again, are left to choose from
 PLENTY = 1e15
 
 # ---- random models -----------------------------------------------------------------------------------------------
@@ -145,9 +145,11 @@ def random_cluster(g: random.Random) -> Cluster:
 # ---- the folded problem and the one that is not folded -----------------------------------------------------------
 
 
-def formulator(q: Quotient, cluster: Cluster, setting: Setting, only: Sequence[int] | None = None, mesh: Mesh = MESH) -> Formulator:
+def formulator(
+    q: SymmetryClasses, cluster: Cluster, training: TrainingConfig, only: Sequence[int] | None = None, mesh: Mesh = MESH
+) -> Formulator:
     rules = {op.name: lookup(op) for op in q.graph.ops}
-    return Formulator(q, rules, mesh, Cost.compiled(cluster, mesh, q.graph, rules), setting, only)
+    return Formulator(q, rules, mesh, Cost.compiled(cluster, mesh, q.graph, rules), training, only)
 
 
 @dataclass
@@ -163,10 +165,10 @@ class Whole:
     reruns: list[list[int]]
 
 
-def whole(f: Folded, small: Formulator, cluster: Cluster, setting: Setting, only: Sequence[int] | None = None) -> Whole:
+def whole(f: Folded, small: Formulator, cluster: Cluster, training: TrainingConfig, only: Sequence[int] | None = None) -> Whole:
     """small: of `f`, folded. only: of the folded problem's choices the strategies that are left."""
     # Where layers are is told all the same: what a layer hands on is not made again, what it gathers lives from the layer before.
-    alone = formulator(replace(quotient(shrink(folded(f.graph, (), ()))), stacks=f.stacks), cluster, setting)
+    alone = formulator(replace(symmetry(shrink(folded(f.graph, (), ()))), stacks=f.stacks), cluster, training)
     copy_of = {
         n: (s, k) for s, stack in enumerate(f.stacks) for copies in (stack.forward, stack.backward) for k, c in enumerate(copies) for n in c
     }
@@ -211,14 +213,14 @@ def whole(f: Folded, small: Formulator, cluster: Cluster, setting: Setting, only
     return Whole(alone, problem, names, like, list(values.values()), list(reruns.values()))
 
 
-def fate_at(value: Value, node: int) -> int:
+def policy_at(value: Value, node: int) -> int:
     """How `value` is kept on the device at `node`."""
-    return next(k for k, fate in enumerate(value.fates) if fate.node == node and fate.medium == DEVICE)
+    return next(k for k, policy in enumerate(value.policies) if policy.node == node and policy.medium == DEVICE)
 
 
 def spread(f: Folded, s: Shrunk, small: Problem, names: Names, d: Decision, w: Whole) -> Decision:
     """`d`, of the problem `small` of the folded graph `s`, as a decision of the whole."""
-    q, p = names.quotient, w.problem
+    q, p = names.symmetry, w.problem
     index = {value.name: v for v, value in enumerate(small.values)}
     x = tuple(d.strategies[c] for c in w.like)
     kept: dict[int, frozenset[int]] = {}
@@ -230,12 +232,12 @@ def spread(f: Folded, s: Shrunk, small: Problem, names: Names, d: Decision, w: W
         theirs = small.values[mine]
         if mine in d.kept:
             (k,) = d.kept[mine]
-            n = theirs.fates[k].node
+            n = theirs.policies[k].node
             if theirs.name in names.merged:  # its nodes stand for sizes: it is kept where it is made
                 (n,) = {end.nodes[x[end.choice]] for end in value.forward.supplies}
             else:
                 n = value.nodes.index(theirs.nodes[n])
-            kept[v] = frozenset({fate_at(value, n)})
+            kept[v] = frozenset({policy_at(value, n)})
         for direction, here, there in ((FORWARD, theirs.forward, value.forward), (BACKWARD, theirs.backward, value.backward)):
             used = d.arcs.get((mine, direction), frozenset())
             if used:
@@ -314,7 +316,7 @@ class Oracle:
     def __init__(self, w: Whole, allowed: Sequence[Sequence[int]], again: frozenset[int]) -> None:
         """allowed: strategies of the folded problem's choices. again: the classes that may run again."""
         p = self.problem = w.problem
-        self.whole, self.allowed, self.again = w, allowed, again
+        self.whole, self.allowed, self.recompute = w, allowed, again
         self.width = len(p.accounts) + len(p.rows)
         self.stages = [[i for i, a in enumerate(p.accounts) if a.stage == s] for s in range(len(p.stages))]
         self.bytes: dict[Key, np.ndarray] = {}
@@ -386,7 +388,7 @@ class Oracle:
         have, wanted = at(value.forward.supplies), at(value.forward.demands)
         if value.backward is None:
             return have, wanted, None
-        keepable = (have | wanted) & {value.nodes[fate.node] for fate in value.fates}
+        keepable = (have | wanted) & {value.nodes[policy.node] for policy in value.policies}
         return have, wanted, Backward(at(value.backward.supplies), at(value.backward.demands), remade, reread, keepable)
 
     def reruns(self, behind: Mapping[int, Backward]) -> Iterator[frozenset[int]]:
@@ -403,7 +405,7 @@ class Oracle:
             mine = makes[c] & wanted
             if all(behind[g].have or behind[g].keepable for g in mine):  # not so for a view, which is never kept
                 yield from go(c - 1, wanted, taken)
-            if mine and c in self.again:
+            if mine and c in self.recompute:
                 yield from go(c - 1, wanted | reads[c], taken | {c})
 
         yield from go(len(self.whole.reruns) - 1, {g for g, b in behind.items() if b.wanted}, frozenset())
@@ -424,7 +426,7 @@ class Oracle:
         for v in self.whole.values[g]:
             value = self.problem.values[v]
             if kept is not None:
-                out += self.takes(("y", v, fate_at(value, value.nodes.index(kept))))
+                out += self.takes(("y", v, policy_at(value, value.nodes.index(kept))))
             for labels, (a, times) in self.arcs(v, direction).items():
                 if labels in arcs:
                     out += self.takes(("e", v, direction, a), times)
@@ -469,7 +471,7 @@ class Oracle:
             for v in self.whole.values[g]:
                 if option.kept is not None:
                     value = self.problem.values[v]
-                    kept[v] = frozenset({fate_at(value, value.nodes.index(option.kept))})
+                    kept[v] = frozenset({policy_at(value, value.nodes.index(option.kept))})
                 if option.arcs:
                     known = self.arcs(v, option.direction)
                     arcs[v, option.direction] = frozenset(known[labels][0] for labels in option.arcs)
@@ -497,18 +499,18 @@ def _undominated(table: np.ndarray) -> list[int]:
 
 @dataclass
 class Case:
-    """A random model on a random cluster. allowed: of the folded problem's choices the strategies that are left to choose from; again: the
+    """A random model on a random cluster. allowed: of the folded problem's choices the strategies that are left to choose from; recompute: the
     classes that may run again, as the whole numbers them, views among them; answers: the best ones of the whole; budgets: to be tried."""
 
     folded: Folded
     small: Shrunk
     cluster: Cluster
-    setting: Setting
+    training: TrainingConfig
     formulator: Formulator
     problem: Problem
     whole: Whole
     allowed: list[list[int]]
-    again: frozenset[int]
+    recompute: frozenset[int]
     views: frozenset[int]
     oracle: Oracle
     answers: list[Answer]
@@ -520,18 +522,18 @@ class Case:
 
     @property
     def rerun(self) -> frozenset[int]:
-        """`again`, as the folded problem numbers them."""
-        classes = {self.folded.rep[self.whole.names.reruns[self.whole.reruns[c][0]][0]] for c in self.again}
+        """`recompute`, as the folded problem numbers them."""
+        classes = {self.folded.rep[self.whole.names.reruns[self.whole.reruns[c][0]][0]] for c in self.recompute}
         return frozenset(r for r, (op, _) in enumerate(self.formulator.names.reruns) if op in classes)
 
 
 def case(seed: int) -> Case:
     g = random.Random(seed)
     f, cluster = fold(captured(g)), random_cluster(g)
-    small, setting = shrink(f), Setting(frozenset(f.graph.params))
-    made = formulator(quotient(small), cluster, setting)
+    small, training = shrink(f), TrainingConfig(frozenset(f.graph.params))
+    made = formulator(symmetry(small), cluster, training)
     problem, _ = made.run()
-    w = whole(f, made, cluster, setting)
+    w = whole(f, made, cluster, training)
     sizes = [len(c.labels) for c in problem.choices]
     left = [1] * len(sizes)
     for c in g.sample(range(len(sizes)), len(sizes)):
@@ -539,13 +541,13 @@ def case(seed: int) -> Case:
         left[c] = k if math.prod(left) * k <= JOINT else 1
     allowed = [sorted(g.sample(range(n), k)) for n, k in zip(sizes, left, strict=True)]
     # Views, which are never kept, run again wherever they are read.
-    kept = [any(w.problem.values[v].fates for r in members for v, _ in w.problem.reruns[r].makes) for members in w.reruns]
+    kept = [any(w.problem.values[v].policies for r in members for v, _ in w.problem.reruns[r].makes) for members in w.reruns]
     others = [c for c, k in enumerate(kept) if k]
     views = frozenset(c for c, k in enumerate(kept) if not k)
-    again = views | set(g.sample(others, min(AGAIN, len(others))))
+    again = views | set(g.sample(others, min(REPEATS, len(others))))
     oracle = Oracle(w, allowed, again)
     answers = oracle.answers()
-    return Case(f, small, cluster, setting, made, problem, w, allowed, again, views, oracle, answers, random_budgets(g, answers))
+    return Case(f, small, cluster, training, made, problem, w, allowed, again, views, oracle, answers, random_budgets(g, answers))
 
 
 def random_budgets(g: random.Random, answers: Sequence[Answer]) -> list[float]:
@@ -562,7 +564,7 @@ def best(answers: Sequence[Answer], budget: float) -> Answer | None:
 
 def solved(problem: Problem, rerun: frozenset[int]) -> Decision | None:
     """The program with whole fates, to the end."""
-    program = Program(problem, Options(fates="binary", rerun=rerun))
+    program = Program(problem, Options(policies="binary", rerun=rerun))
     model = mathopt.Model.from_model_proto(program.proto())
     result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=mathopt.SolveParameters(relative_gap_tolerance=1e-9))
     if result.termination.reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
@@ -620,14 +622,14 @@ def check_program(c: Case, budget: float, where: str) -> bool:
 
 
 def check_plan(c: Case, budget: float, where: str) -> None:
-    setting = replace(c.setting, budget_bytes=budget)
-    found = Stages(c.folded, MESH, c.cluster, setting, Limits(gap=1e-9), restrict=lambda problem, *_: c.restricted(problem)).run()
+    training = replace(c.training, budget_bytes=budget)
+    found = Stages(c.folded, MESH, c.cluster, training, Limits(gap=1e-9), restrict=lambda problem, *_: c.restricted(problem)).run()
     want = best(c.answers, budget)
 
     def alike(only: Sequence[int]) -> tuple[Whole, float]:
         """The whole at these strategies, where more is known of how long things live, and its best with fates alike."""
-        w = whole(c.folded, c.formulator, c.cluster, setting, only)
-        answer = best(Oracle(w, [[0]] * len(only), c.again).answers(), budget)
+        w = whole(c.folded, c.formulator, c.cluster, training, only)
+        answer = best(Oracle(w, [[0]] * len(only), c.recompute).answers(), budget)
         return w, math.inf if answer is None else answer.seconds
 
     if isinstance(found.answer, Infeasible):
@@ -712,12 +714,12 @@ def in_segments(
         if free:
             links = {k: getattr(cluster, k).model_copy(update={"bandwidth_Bps": 1e30, "latency_s": 0.0}) for k in ("intra", "inter")}
             cluster = cluster.model_copy(update=links)
-        setting = Setting(frozenset(f.graph.params), media=media, micro_batches=micro_batches)
-        uncut = formulator(quotient(shrink(f)), cluster, setting, mesh=mesh)
+        training = TrainingConfig(frozenset(f.graph.params), media=media, micro_batches=micro_batches)
+        uncut = formulator(symmetry(shrink(f)), cluster, training, mesh=mesh)
         problem, _ = uncut.run()
         least = smallest(problem) if free else None
         only, s = list(least[1].strategies) if least else [0] * len(uncut.choices), shrink(f, {deep[0]: cut})
-        in_parts, names = formulator(quotient(s), cluster, uncut.setting, only, mesh).run()
+        in_parts, names = formulator(symmetry(s), cluster, uncut.training, only, mesh).run()
         found = smallest(in_parts, gap=1e-6)
         assert found is not None
         yield Segmented(seed, f, cluster, uncut, problem, only, s, names, in_parts, *found)
@@ -729,7 +731,7 @@ def test_segments_hold_what_the_whole_holds(cut: tuple[int, ...]) -> None:
     and no position holds more. (Copies behind the first of a segment read what their own segment hands on.)"""
     models = 0
     for c in in_segments(cut):
-        w = whole(c.folded, c.uncut, c.cluster, c.uncut.setting, c.only)
+        w = whole(c.folded, c.uncut, c.cluster, c.uncut.training, c.only)
         decision = tidy(c.cut, c.smallest)
         theirs = evaluate(w.problem, spread(c.folded, c.shrunk, c.cut, c.names, decision, w))
         check_same_price(evaluate(c.cut, decision), theirs, f"model {c.seed}")
@@ -750,7 +752,7 @@ def test_loose_rows_allow_what_segments_do(devices: int, cut: tuple[int, ...], m
     checked = Counter[str]()
     for c in in_segments(cut, Mesh.of({"dp": devices}), False, media, micro_batches):
         others = frozenset((i, s) for i, choice in enumerate(c.problem.choices) for s in range(1, len(choice.labels)))
-        check_bound(c, Relaxation(replace(c.problem, forbidden=others).loosened), checked)
+        check_bound(c, Relaxation(replace(c.problem, forbidden=others).relaxed), checked)
     assert checked["all"] >= 12 and checked["binds"] >= 2, checked
 
 
@@ -770,13 +772,13 @@ def check_bound(c: Segmented, bound: Relaxation, checked: Counter[str]) -> None:
 @pytest.mark.parametrize(
     ("devices", "cut", "media"), [(1, (1, 4), ()), (2, (1, 4), ()), (1, (1, 5), ()), (2, (1, 5), ()), (1, (4, 1), ("host",))]
 )
-def test_the_ideal_allows_what_segments_do(devices: int, cut: tuple[int, ...], media: tuple[str, ...]) -> None:
-    """Where links take no time, segments come near to the ideal, and are no faster. What one device does is not divided: there the ideal allows all that the
+def test_the_lower_bound_allows_what_segments_do(devices: int, cut: tuple[int, ...], media: tuple[str, ...]) -> None:
+    """Where links take no time, segments come near to the lower bound, and are no faster. What one device does is not divided: there the lower bound allows all that the
     loose rows do, and under no budget just that."""
     checked = Counter[str]()
     for c in in_segments(cut, Mesh.of({"dp": devices}), True, media):
-        again = formulator(c.uncut.program.q, c.cluster, c.uncut.setting, mesh=c.uncut.mesh)
-        bound, loose = Relaxation(ideal(c.uncut.formulated(), c.problem, again)), Relaxation(c.problem.loosened)
+        again = formulator(c.uncut.program.q, c.cluster, c.uncut.training, mesh=c.uncut.mesh)
+        bound, loose = Relaxation(lower_bound_problem(c.uncut.formulated(), c.problem, again)), Relaxation(c.problem.relaxed)
         check_bound(c, bound, checked)
         for share in (0.9, 1.0, 1.1, 1.3, math.inf) if devices == 1 else ():
             mine, theirs = bound.at(share * c.peak_bytes), loose.at(share * c.peak_bytes)
@@ -784,5 +786,5 @@ def test_the_ideal_allows_what_segments_do(devices: int, cut: tuple[int, ...], m
             if mine is not None and theirs is not None:
                 assert mine.tangent.at_s <= theirs.tangent.at_s * (1 + 1e-9), (c.seed, share)
                 assert share < math.inf or mine.tangent.at_s == pytest.approx(theirs.tangent.at_s, rel=1e-9), c.seed
-    # The ideal's links carry all that is kept away, so it may well bind nowhere then.
+    # The lower bound's links carry all that is kept away, so it may well bind nowhere then.
     assert checked["all"] >= 12 and (media or checked["binds"] >= 2), checked

@@ -27,10 +27,10 @@ from autopar.errors import AutoparError
 from autopar.plan.plan import Plan
 from autopar.plan.schema import canonical, dumps
 from autopar.planner import offline
-from autopar.planner.frontier import Fates, Frontier, Point, moved, resharded
+from autopar.planner.frontier import Frontier, Point, PolicyCounts, moved, resharded
 from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.memory import Memory
-from autopar.planner.request import Wish
+from autopar.planner.request import PlanRequest
 from autopar.solver.brute_force import decisions
 from autopar.solver.evaluate import evaluate
 from autopar.solver.frontier import Answer, Floor, Relaxation, frontier, pareto, trace
@@ -161,7 +161,7 @@ def test_points_are_pareto(mesh: str, offload: bool) -> None:
         assert p.plan.predicted["peak_memory_bytes"] == p.peak_memory_bytes == p.plan.predicted["budget_bytes"]
         assert p.plan.predicted["step_time_s"] == p.step_time_s >= p.bound_s > 0 and 0 <= p.gap < 0.2
         assert Plan.loads(dumps(p.plan)) == replace(p.plan, solver=Plan.loads(dumps(p.plan)).solver)
-    assert any(fate.startswith("offload") for p in f.points for fate in p.plan.activations.values()) == offload
+    assert any(policy.startswith("offload") for p in f.points for policy in p.plan.activations.values()) == offload
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -214,22 +214,22 @@ def test_it_is_the_same_each_time() -> None:
 # ---- what is said --------------------------------------------------------------------------------------------------
 
 
-def fates(what: str, heavy: bool = False, size: float = 1.0, **counts: int) -> Fates:
-    return Fates("layers.*.mlp", what, heavy, size, Counter({k.replace("_", ":").replace("0", " "): n for k, n in counts.items()}))
+def policies(what: str, heavy: bool = False, size: float = 1.0, **counts: int) -> PolicyCounts:
+    return PolicyCounts("layers.*.mlp", what, heavy, size, Counter({k.replace("_", ":").replace("0", " "): n for k, n in counts.items()}))
 
 
 def test_changes_of_fates() -> None:
     a = {
-        "x": fates("silu", size=2.0, save=80),
-        "y": fates("mm", True, not0needed=80),
-        "z": fates("add", recompute=80),
-        "w": fates("mul", save=80),
+        "x": policies("silu", size=2.0, save=80),
+        "y": policies("mm", True, not0needed=80),
+        "z": policies("add", recompute=80),
+        "w": policies("mul", save=80),
     }
     b = {
-        "x": fates("silu", size=2.0, save=64, offload_host=10, recompute=6),
-        "y": fates("mm", True, not0needed=74, recompute=6),
-        "z": fates("add", not0needed=80),
-        "w": fates("mul", save=74, recompute=6),
+        "x": policies("silu", size=2.0, save=64, offload_host=10, recompute=6),
+        "y": policies("mm", True, not0needed=74, recompute=6),
+        "z": policies("add", not0needed=80),
+        "w": policies("mul", save=74, recompute=6),
     }
     assert moved(a, b) == [
         "layers.*.mlp silu x 10 layers: save -> offload:host",
@@ -297,8 +297,8 @@ def test_a_plan_from_a_file_has_no_frontier() -> None:
 
 def test_memory_as_it_is_written() -> None:
     assert Memory.of(None) == Memory.of("fastest") == Memory(None, False) and Memory.of("least") == Memory(None, True)
-    assert Memory.of(6e10) == Memory(6e10) and Wish.of(None, 6e10, None, None).memory_bytes == 6e10
-    assert Wish.of(None, "least", None, None).least and not Wish.of(None, "fastest", None, None).least
+    assert Memory.of(6e10) == Memory(6e10) and PlanRequest.of(None, 6e10, None, None).memory_bytes == 6e10
+    assert PlanRequest.of(None, "least", None, None).least and not PlanRequest.of(None, "fastest", None, None).least
     for wrong in (0, -1.0, math.nan, True, "most", "60GB"):
         with pytest.raises(AutoparError, match=r"60e9.*least"):
             Memory.of(wrong)

@@ -43,14 +43,14 @@ def captured(name: str, layers: int = LAYERS) -> Program:
 
 
 def planned(p: Program, budget_bytes: float, least: bool = False) -> Planned:
-    return plan_graph(p.graph, p.mesh_axes, p.cluster, replace(p.setting, budget_bytes=budget_bytes), LIMITS, least=least)
+    return plan_graph(p.graph, p.mesh_axes, p.cluster, replace(p.training, budget_bytes=budget_bytes), LIMITS, least=least)
 
 
 @functools.cache
 def alike_bytes(name: str) -> float:
     """The smallest peak of layers that are all alike."""
     p = captured(name)
-    found = budgets.least(Step.of(p.graph, p.mesh_axes, p.cluster, p.setting, LIMITS, None, None).stages).answer
+    found = budgets.least(Step.of(p.graph, p.mesh_axes, p.cluster, p.training, LIMITS, None, None).stages).answer
     assert isinstance(found, Solution)
     return max(found.price.row_bytes)
 

@@ -17,7 +17,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.plan.decisions import ParamChoice
 from autopar.plan.plan import Plan
 from autopar.planner.formulation.layouts import Loop, input_loops
-from autopar.planner.formulation.setting import Setting
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.layout import Layout
 from autopar.planner.planning import plan_graph
@@ -44,8 +44,8 @@ def graph(batch: int = BATCH, vocabulary: int = 1024, heads: int = 8) -> Graph:
 
 def planned(layout: str | Layout | None, mesh: dict[str, int], g: Graph | None = None, budget_bytes: float = 7e10) -> Plan:
     g = g or graph()
-    setting = Setting(frozenset(g.params), "float32", budget_bytes=budget_bytes)
-    return plan_graph(g, mesh, Cluster.of("h100:8"), setting, layout=layout).plan
+    training = TrainingConfig(frozenset(g.params), "float32", budget_bytes=budget_bytes)
+    return plan_graph(g, mesh, Cluster.of("h100:8"), training, layout=layout).plan
 
 
 @cache

@@ -16,7 +16,7 @@ from torch._dynamo import convert_frame, functional_export, guards, symbolic_con
 from typer.testing import CliRunner
 
 import autopar
-from autopar.capture import forked as fork
+from autopar.capture import in_subprocess as in_subprocess
 from autopar.cli.main import app
 from autopar.errors import AutoparError, MeshError
 from autopar.plan.plan import Plan
@@ -100,12 +100,12 @@ def test_captures_at_once_give_the_same_plan(monkeypatch: pytest.MonkeyPatch) ->
         return real(*args, **kwargs)
 
     monkeypatch.setattr(offline, "capture", counted)
-    monkeypatch.setattr(fork, "PATIENCE_S", 600.0)
+    monkeypatch.setattr(in_subprocess, "PATIENCE_S", 600.0)
     plans = []
     for at_once in (False, True):
         with torch.device("meta"):
             m = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=6, **SIZES))
-        plans.append(autopar.plan(m, {"input_ids": (16, 256), "labels": (16, 256)}, "h100:8", "8", precision="bf16", fork=at_once))
+        plans.append(autopar.plan(m, {"input_ids": (16, 256), "labels": (16, 256)}, "h100:8", "8", precision="bf16", in_subprocess=at_once))
     assert canonical(plans[0]) == canonical(plans[1]) and len(here) == 2 + 1
     assert plans[0].solver["capture"] == plans[1].solver["capture"] == "folded from captures of 2 and 3 layers"
 
@@ -125,7 +125,7 @@ def test_too_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def late(*_: object, **__: object) -> None:
         raise TimeoutError("no answer within 1 s")
 
-    for what in ("planner.stages.look", "planner.budgets.Budgets"):
+    for what in ("planner.stages.solve_relaxed", "planner.budgets.Budgets"):
         monkeypatch.setattr(f"autopar.{what}", late)
     with pytest.raises(AutoparError, match="no answer within 1 s") as e:
         planned()

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.capture.depth_reduced import shallow
+from autopar.capture.depth_reduced import reduced_depth
 from autopar.errors import CaptureError
 from autopar.graph.graph import Graph
 from autopar.models import configs as models
@@ -135,7 +135,7 @@ def test_in_full_where_shallow_captures_do_not_show_it(how: str, said: str) -> N
 
 def test_a_shallow_copy() -> None:
     m = Stacked("plain")
-    small = shallow(m, {"layers": 3})
+    small = reduced_depth(m, {"layers": 3})
     assert [len(x.layers) for x in (small, m)] == [3, 10]
     assert small.layers[2].weight is m.layers[2].weight and small.layers[2] is not m.layers[2]
 

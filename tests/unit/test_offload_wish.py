@@ -6,7 +6,7 @@ import pytest
 
 from autopar.errors import AutoparError
 from autopar.hardware.cluster import Cluster
-from autopar.planner.formulation.setting import Setting
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.offload import Offload
 
 H100, CPU = Cluster.of("h100:8"), Cluster.of("cpu:2")
@@ -25,14 +25,14 @@ H100, CPU = Cluster.of("h100:8"), Cluster.of("cpu:2")
     ],
 )
 def test_media(said: Offload | str | bool | None, media: tuple[str, ...]) -> None:
-    setting = Offload.of(said, CPU).within(Setting(frozenset()), CPU)
-    assert setting.media == media
-    assert setting.host_bytes == 0.9 * CPU.host_bytes_per_device and setting.nvme_bytes == float("inf")
+    training = Offload.of(said, CPU).within(TrainingConfig(frozenset()), CPU)
+    assert training.media == media
+    assert training.host_bytes == 0.9 * CPU.host_bytes_per_device and training.nvme_bytes == float("inf")
 
 
 def test_limits_of_ones_own() -> None:
-    setting = Offload.of(Offload(host_bytes=1e9, nvme="/x", nvme_bytes=2e9), CPU).within(Setting(frozenset()), CPU)
-    assert (setting.host_bytes, setting.nvme_bytes) == (1e9, 2e9)
+    training = Offload.of(Offload(host_bytes=1e9, nvme="/x", nvme_bytes=2e9), CPU).within(TrainingConfig(frozenset()), CPU)
+    assert (training.host_bytes, training.nvme_bytes) == (1e9, 2e9)
 
 
 @pytest.mark.parametrize(

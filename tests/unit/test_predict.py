@@ -83,7 +83,7 @@ def test_a_step_is_the_plans_step(llama: nn.Module, axes: dict[str, int], layout
     cluster = described.model_copy(update={"intra": described.intra.model_copy(update={"latency_s": 0.0})})
     t = task(llama, shapes(4), cluster, axes, None, "bf16", "adamw", 1, 1e15, None, lambda s, x: None)
     roles = Layout(tensor=("tp",) if layout.tp > 1 else (), context=("cp",) if layout.cp > 1 else ())
-    plan = plan_graph(t.folded, axes, cluster, t.setting, None, None, roles if layout.tp * layout.cp > 1 else None).plan
+    plan = plan_graph(t.folded, axes, cluster, t.training, None, None, roles if layout.tp * layout.cp > 1 else None).plan
     ours = replace(Runtime.of("autopar"), accumulated_bytes=2.0)
     hidden, waited = (
         autopar.predict(llama, shapes(1), cluster, layout, global_batch=4, runtime=r).step_time_s
@@ -130,8 +130,8 @@ def test_tensor_parallel_traffic(values: dict[str, object], sequence_parallel: b
     mine = layer(micro_batch(build(values), shapes(4), Cluster.of("h100:4"), layout, BY_HAND))
     whole = 4 * SEQ * WIDTH * 2
     sent = {
-        half: sum(n * t.wire_bytes for t, n in stretch.transfers.items()) / (whole * 3 / 4)
-        for half, stretch in (("forward", mine.forward), ("backward", mine.backward))
+        half: sum(n * t.wire_bytes for t, n in workload.transfers.items()) / (whole * 3 / 4)
+        for half, workload in (("forward", mine.forward), ("backward", mine.backward))
     }
     assert sent["forward"] == pytest.approx(4, rel=0.02)
     assert 4 - 0.1 <= sent["backward"] <= (6 if sequence_parallel else 4) + 0.1

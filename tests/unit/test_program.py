@@ -11,7 +11,24 @@ from ortools.math_opt.python import mathopt
 from autopar.solver.brute_force import brute_force
 from autopar.solver.evaluate import evaluate
 from autopar.solver.model import TIE, Options, Program
-from autopar.solver.problem import DEVICE, HOST, NONE, NVME, Account, Arc, Choice, End, Event, Fate, Flow, Limit, Problem, Rerun, Row, Value
+from autopar.solver.problem import (
+    DEVICE,
+    HOST,
+    NONE,
+    NVME,
+    Account,
+    Arc,
+    Choice,
+    End,
+    Event,
+    Flow,
+    Limit,
+    Policy,
+    Problem,
+    Rerun,
+    Row,
+    Value,
+)
 from autopar.solver.prune import prune
 from autopar.solver.solve import Infeasible, Limits, Solution, solve
 
@@ -43,10 +60,12 @@ def random_problem(seed: int) -> Problem:
 
         forward = Flow(_arcs(g, nodes, 0), (_end(g, choices, nodes),), (_end(g, choices, nodes, True),))
         backward = Flow(_arcs(g, nodes, 1), (), (_end(g, choices, nodes, True),)) if g.random() < 0.7 else None
-        fates = tuple(Fate(n) for n in range(nodes)) if backward else ()
+        policies = tuple(Policy(n) for n in range(nodes)) if backward else ()
         if backward and g.random() < 0.5:
-            fates += tuple(Fate(n, g.choice((HOST, NVME)), {g.randrange(4): g.uniform(0, 0.3)}) for n in range(nodes) if g.random() < 0.7)
-        values.append(Value(f"v{v}", tuple(map(str, range(nodes))), forward, backward, fates))
+            policies += tuple(
+                Policy(n, g.choice((HOST, NVME)), {g.randrange(4): g.uniform(0, 0.3)}) for n in range(nodes) if g.random() < 0.7
+            )
+        values.append(Value(f"v{v}", tuple(map(str, range(nodes))), forward, backward, policies))
     for v, value in enumerate(values):
         if value.backward and g.random() < 0.7:
             supply = value.forward.supplies[0]
@@ -55,16 +74,16 @@ def random_problem(seed: int) -> Problem:
                 Rerun(f"r{v}", supply.choice, tuple({2: g.uniform(0, 2)} for _ in supply.nodes), tuple(reads), ((v, supply.nodes),))
             )
     keys = [("x", c, s) for c in range(len(choices)) for s in range(len(choices[c].labels))]
-    keys += [("y", v, n) for v, value in enumerate(values) for n in range(len(value.fates))]
+    keys += [("y", v, n) for v, value in enumerate(values) for n in range(len(value.policies))]
     keys += [("e", v, 0, a) for v, value in enumerate(values) for a in range(len(value.forward.arcs))]
     rows = tuple(Row(f"row{i}", 1e9, tuple((k, g.uniform(0, 3e9)) for k in keys if g.random() < 0.5)) for i in range(2))
     # What is kept elsewhere is moved beside the work of some choices, and takes little memory.
-    away = {("y", v, k) for v, value in enumerate(values) for k, fate in enumerate(value.fates) if fate.medium != DEVICE}
-    rows = tuple(replace(row, terms=tuple((k, b * 0.2 if k in away else b) for k, b in row.terms)) for row in rows)
+    offloaded = {("y", v, k) for v, value in enumerate(values) for k, policy in enumerate(value.policies) if policy.medium != DEVICE}
+    rows = tuple(replace(row, terms=tuple((k, b * 0.2 if k in offloaded else b) for k, b in row.terms)) for row in rows)
     beside = [("x", c, s) for c in range(len(choices)) for s in range(len(choices[c].labels)) if g.random() < 0.5]
-    terms = [(k, g.uniform(0, 2)) for k in sorted(away)] + [(k, -g.uniform(0, 1)) for k in beside]
-    limits = (Limit("link", g.uniform(0, 1), tuple(terms)),) if away else ()
-    budget = g.uniform(2e9, 5e9) if away else g.uniform(3e9, 9e9)
+    terms = [(k, g.uniform(0, 2)) for k in sorted(offloaded)] + [(k, -g.uniform(0, 1)) for k in beside]
+    limits = (Limit("link", g.uniform(0, 1), tuple(terms)),) if offloaded else ()
+    budget = g.uniform(2e9, 5e9) if offloaded else g.uniform(3e9, 9e9)
     return Problem(("forward", "backward"), accounts, choices, tuple(values), tuple(reruns), rows, budget, limits=limits)
 
 
@@ -123,7 +142,7 @@ def _with_events(problem: Problem, seed: int) -> Problem:
 
 def _all_binary(problem: Problem) -> float:
     """The price of what the program with whole fates finds."""
-    program = Program(problem, Options(fates="binary"))
+    program = Program(problem, Options(policies="binary"))
     model = mathopt.Model.from_model_proto(program.proto())
     result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=mathopt.SolveParameters(relative_gap_tolerance=1e-9))
     values = result.variable_values()

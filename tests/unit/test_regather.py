@@ -49,8 +49,8 @@ def planned(share: float = 1.0) -> Plan:
     """share: of the memory that the fastest plan takes."""
     p = program()
     budget = share * planned().predicted["peak_memory_bytes"] if share < 1 else math.inf
-    setting = replace(p.setting, budget_bytes=budget)
-    return plan_graph(p.graph, p.mesh_axes, p.cluster, setting, LIMITS, layout="fsdp+tp").plan
+    training = replace(p.training, budget_bytes=budget)
+    return plan_graph(p.graph, p.mesh_axes, p.cluster, training, LIMITS, layout="fsdp+tp").plan
 
 
 def gathers(gm: fx.GraphModule) -> int:

@@ -38,7 +38,7 @@ from autopar.search.cache import Cache
 from autopar.search.lower_bound import Pieces
 from autopar.search.offload import STEPS, fractions
 from autopar.search.price import Prices
-from autopar.search.solutions import Micros
+from autopar.search.solutions import MicroBatches
 from autopar.search.space import Family, Shape, part
 from autopar.text.times import format_time
 
@@ -69,10 +69,10 @@ def model(kind: str) -> nn.Module:
 
 
 @cache
-def micros(kind: str, runtime: str | Runtime) -> Micros:
+def micros(kind: str, runtime: str | Runtime) -> MicroBatches:
     """Captures and answers, which all tests of a model share."""
     tasks = {} if runtime == "autopar" else micros(kind, "autopar").tasks
-    return Micros(model(kind), inputs(), Cluster.of("h100:2x8"), Runtime.of(runtime), None, "bfloat16", Cache(), tasks=tasks)
+    return MicroBatches(model(kind), inputs(), Cluster.of("h100:2x8"), Runtime.of(runtime), None, "bfloat16", Cache(), tasks=tasks)
 
 
 def run(
@@ -169,7 +169,7 @@ def test_bounds_hold(kind: str) -> None:
         shape = Shape(layout.micro_batch, layout.tp, layout.cp, layout.pp, layout.dp or 1, done.micro_batches)
         family = Family(shape, layout.virtual, layout.recompute)
         real = pieces(kind, shape.micro_batch, shape.tp, shape.cp)
-        ideal = micros(kind, "autopar").ideal(shape.micro_batch, shape.tp * shape.cp)
+        ideal = micros(kind, "autopar").lower_bound(shape.micro_batch, shape.tp * shape.cp)
         lows = [bounds.family_s(real, family, True), bounds.family_s(ideal, family, False), bounds.shape_s(ideal, shape)]
         assert all(low <= done.step_time_s for low in lows), layout
         near += lows[0] > 0.9 * done.step_time_s
@@ -230,15 +230,15 @@ def test_least_offload(recompute: str, pp: int, virtual: int, share: float, host
     for rank in range(pp):
         fits = [k / STEPS for k in range(STEPS + 1) if sum(peak(rank, k / STEPS).values()) <= budget_bytes * (1 + 1e-12)]
         least = fits[0] if fits else math.inf
-        away = peak(rank, 0.0)["activations"] - peak(rank, least)["activations"] if fits else math.inf
+        offloaded = peak(rank, 0.0)["activations"] - peak(rank, least)["activations"] if fits else math.inf
         carried = all(
             cluster.host.latency_s + least * sum(n * kept_bytes(p, layout, how) for p, n in stage.items()) / cluster.host.reached_Bps
             <= sum(n * halves[p][half].compute_s for p, n in stage.items())
             for stage in stages[rank::pp] for half in (0, 1)
         )  # fmt: skip
         if answer is not None:
-            assert answer[rank] == least and (not least or (carried and away <= cluster.host_bytes_per_device))
-        elif least and fits and carried and away <= cluster.host_bytes_per_device:
+            assert answer[rank] == least and (not least or (carried and offloaded <= cluster.host_bytes_per_device))
+        elif least and fits and carried and offloaded <= cluster.host_bytes_per_device:
             continue
         else:
             break

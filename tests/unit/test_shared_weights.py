@@ -12,8 +12,8 @@ from autopar.cost import Cost
 from autopar.graph.mesh import Mesh
 from autopar.hardware.cluster import Cluster
 from autopar.planner.formulation.problem import Formulator
-from autopar.planner.formulation.setting import Setting
-from autopar.planner.formulation.symmetry import quotient
+from autopar.planner.formulation.symmetry import symmetry
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.rules import lookup
 from autopar.solver.fold import fold
 from autopar.solver.problem import BACKWARD, FORWARD, Problem
@@ -36,11 +36,11 @@ class Shared(nn.Module):
 def formulated(model: nn.Module, mesh: Mesh) -> Problem:
     call = Call.of((torch.zeros(8, 16, 16),), {})
     graph = describe(capture(model, call, tuple((tuple(t.shape), t.dtype) for t in call.tensors)))
-    q = quotient(shrink(fold(graph)))
+    q = symmetry(shrink(fold(graph)))
     rules = {op.name: lookup(op) for op in q.graph.ops}
     cost = Cost.compiled(Cluster.of("h100:8"), mesh, q.graph, rules)
-    setting = Setting(frozenset(n for n, p in model.named_parameters() if p.requires_grad))
-    return Formulator(q, rules, mesh, cost, setting).run()[0]
+    training = TrainingConfig(frozenset(n for n, p in model.named_parameters() if p.requires_grad))
+    return Formulator(q, rules, mesh, cost, training).run()[0]
 
 
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "tp": 2}], ids=lambda m: "x".join(map(str, m.values())))

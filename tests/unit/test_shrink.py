@@ -13,8 +13,8 @@ from autopar.graph.mesh import Mesh
 from autopar.hardware.cluster import Cluster
 from autopar.planner.formulation.names import Names
 from autopar.planner.formulation.problem import Formulator
-from autopar.planner.formulation.setting import Setting
-from autopar.planner.formulation.symmetry import quotient
+from autopar.planner.formulation.symmetry import symmetry
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.rules import lookup
 from autopar.solver.evaluate import evaluate
 from autopar.solver.fold import Folded, fold
@@ -35,8 +35,8 @@ def whole(name: str) -> Folded:
 def formulated(small: Shrunk, only: Sequence[int] | None = None, budget_bytes: float = float("inf")) -> tuple[Problem, Names]:
     rules = {op.name: lookup(op) for op in small.graph.ops}
     cost = Cost.compiled(Cluster.of("h100:8"), MESH, small.graph, rules)
-    setting = Setting(frozenset(small.graph.params), budget_bytes=budget_bytes)
-    f = Formulator(quotient(small), rules, MESH, cost, setting, only)
+    training = TrainingConfig(frozenset(small.graph.params), budget_bytes=budget_bytes)
+    f = Formulator(symmetry(small), rules, MESH, cost, training, only)
     return f.run()
 
 
@@ -96,7 +96,7 @@ def spread(p: Problem, names: Names, cut: Problem, cut_names: Names, d: Decision
 
     def key(value: str, n: Names) -> tuple[str, int]:
         """Values of a class are told apart by who reads them."""
-        q = n.quotient
+        q = n.symmetry
         readers = {(q.rep[op.name], i) for op in q.graph.ops for i, t in enumerate(op.inputs) if t.name in q.members[value]}
         return q.tensor_rep[value], hash(frozenset(readers))
 
@@ -118,6 +118,6 @@ def spread(p: Problem, names: Names, cut: Problem, cut_names: Names, d: Decision
 
 def test_counts_of_values() -> None:
     """What only the last layer hands on is counted once, what all layers make as often as there are layers."""
-    q = quotient(shrink(whole("llama")))
+    q = symmetry(shrink(whole("llama")))
     counts: Mapping[str, int] = Counter(q.count(v) for v in q.members)
     assert counts[LAYERS] > 20 and counts[LAYERS - 1] >= 1 and counts[1] > 10

@@ -25,7 +25,7 @@ from autopar.graph.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.plan.schema import canonical, dumps
 from autopar.planner import offline
-from autopar.planner.formulation.setting import Setting
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.layout import Layout
 from autopar.planner.planning import plan_graph
@@ -264,7 +264,7 @@ def test_tags_are_part_of_the_program() -> None:
 @functools.cache
 def planned(*hows: str, around: bool = False, budget_bytes: float = float("inf")) -> tuple[Graph, Plan]:
     g = captured(*hows, around=around)
-    return g, plan_graph(g, {"dp": 2}, cluster(2), Setting(frozenset(g.params), budget_bytes=budget_bytes), Limits(gap=0.05)).plan
+    return g, plan_graph(g, {"dp": 2}, cluster(2), TrainingConfig(frozenset(g.params), budget_bytes=budget_bytes), Limits(gap=0.05)).plan
 
 
 def made_by(g: Graph, tensors: set[str], where: str = "layers") -> set[str]:
@@ -294,10 +294,10 @@ def test_the_last_product_of_a_region_does_not_run_again() -> None:
 
 
 def test_marks_in_a_plan() -> None:
-    for how, fate in (("save", "save"), ("recompute", "recompute")):
+    for how, policy in (("save", "save"), ("recompute", "recompute")):
         g, plan = planned(how, how, how)
         wide = [op.out.name for op in forward(g) if op.target == "aten.mm.default" and op.module.endswith(".up")]
-        assert {plan.activations[t] for t in wide} == {fate} and made_by(g, set(plan.kept)) >= {"mm", "native_layer_norm"}
+        assert {plan.activations[t] for t in wide} == {policy} and made_by(g, set(plan.kept)) >= {"mm", "native_layer_norm"}
 
 
 def test_what_cannot_be_made_again_is_said() -> None:
@@ -319,9 +319,9 @@ def test_an_error_names_the_tags() -> None:
 
 def test_tiled_is_full() -> None:
     found = []
-    for shallow in (True, False):
+    for reduced_depth in (True, False):
         with pytest.MonkeyPatch.context() as patch:
-            if not shallow:
+            if not reduced_depth:
                 patch.setattr(offline, "layer_periods", lambda m: {})
             found.append(offline.plan(Model(*["list"] * 6), inputs(), cluster(2), "2", options={"gap": 0.05}))
     tiled, full = found

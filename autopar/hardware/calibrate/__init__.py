@@ -33,6 +33,10 @@ def calibrate(processes: int | None = None, seconds: float = SECONDS, progress: 
     Under torchrun its processes measure instead, on all nodes, and all but the first return None. seconds: what measurements may take in all; the
     largest sizes are left out where they would take longer.
     """
-    tell = progress or (lambda line: None)
-    found = joined(measure, seconds, tell) if "RANK" in os.environ and processes is None else spawned(measure, processes, seconds, tell)
+    on_progress = progress or (lambda line: None)
+    found = (
+        joined(measure, seconds, on_progress)
+        if "RANK" in os.environ and processes is None
+        else spawned(measure, processes, seconds, on_progress)
+    )
     return None if found is None else calibration(together(found))

@@ -16,11 +16,11 @@ from autopar.hardware.calibrate.timing import Clock, Sample
 
 COPY_BYTES = (1 << 16, 1 << 20, 1 << 25)
 FILE_BYTES = (1 << 20, 1 << 23, 1 << 26)
-AGAIN = 3
+REPEATS = 3
 
 
-def samples(clock: Clock, tell: Callable[[str], None]) -> Iterator[Sample]:
-    tell("copies and files")
+def samples(clock: Clock, on_progress: Callable[[str], None]) -> Iterator[Sample]:
+    on_progress("copies and files")
     for nbytes in COPY_BYTES:
         cuda = clock.device.type == "cuda"
         host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=cuda)
@@ -35,7 +35,7 @@ def samples(clock: Clock, tell: Callable[[str], None]) -> Iterator[Sample]:
         for call in (out, back):
             yield from (Sample("host", float(nbytes), s) for s in clock.windows(call))
     for nbytes in FILE_BYTES:
-        for _ in range(AGAIN):
+        for _ in range(REPEATS):
             yield from files(clock, nbytes)
 
 

@@ -21,23 +21,23 @@ WINDOWS_IN_ALL = 2500  # of the whole time, one window is this part
 FOR_WORK, FOR_COLLECTIVES = 0.35, 0.5  # the rest is for copies, files and what compute loses beside a collective
 
 
-def measure(device: torch.device, local: int, seconds: float, tell: Callable[[str], None]) -> Measured:
+def measure(device: torch.device, local: int, seconds: float, on_progress: Callable[[str], None]) -> Measured:
     """By one process of a group that is up. local: processes of a node."""
     began = time.monotonic()
     clock = Clock(device, seconds / WINDOWS_IN_ALL)
     clock.barrier()
     world = dist.get_world_size() if dist.is_initialized() else 1
-    tell("whole steps")
+    on_progress("whole steps")
     whole = references(world) if device.type == "cpu" else []
     step(whole, clock)
-    found = list(work.samples(clock, FOR_WORK * seconds, tell))
+    found = list(work.samples(clock, FOR_WORK * seconds, on_progress))
     step(whole, clock)
-    found += copies.samples(clock, tell)
+    found += copies.samples(clock, on_progress)
     beside: tuple[float, ...] = ()
     if world > 1:
-        tell("compute beside a collective")
+        on_progress("compute beside a collective")
         beside = wires.contention(clock)
-        found += wires.samples(clock, wires.SIZES, FOR_COLLECTIVES * seconds, local, tell)
+        found += wires.samples(clock, wires.SIZES, FOR_COLLECTIVES * seconds, local, on_progress)
     step(whole, clock)
     host = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     if device.type == "cuda":

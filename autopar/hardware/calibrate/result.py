@@ -20,7 +20,7 @@ from autopar.errors import AutoparError
 from autopar.hardware.calibrate import fit
 from autopar.hardware.calibrate.fit import Fitted, Points
 from autopar.hardware.calibrate.measured import Measured
-from autopar.hardware.calibrate.steps import More, more
+from autopar.hardware.calibrate.steps import StepOverhead, step_overhead
 from autopar.hardware.calibrate.timing import Sample
 from autopar.hardware.cluster import Cluster, ClusterError
 from autopar.hardware.detect import kind_of
@@ -35,19 +35,19 @@ RESERVE = 0.1  # of a CPU process's share of memory: interpreter, torch, buffers
 
 @dataclass(frozen=True)
 class Calibration:
-    """fitted: constants by their path in the file. seconds: that measuring took. more: what calls take in a step besides what they take by
+    """fitted: constants by their path in the file. seconds: that measuring took. step_overhead: what calls take in a step besides what they take by
     themselves, where steps were measured; it is in the curves of work."""
 
     cluster: Cluster
     fitted: dict[str, Fitted]
     seconds: float
-    more: More | None = None
+    step_overhead: StepOverhead | None = None
 
     def text(self) -> str:
         c = self.cluster
         lines = [f"{c.name}: {c.nodes} x {c.devices_per_node} {c.device.name}, measured in {self.seconds:.0f} s", ""]
         lines += [f"  {path:<42}{_said(path, f.value):>14}  +- {100 * f.relative_sd:.1f} %" for path, f in self.fitted.items()]
-        for what, f in (("share", self.more.share), ("more_s", self.more.seconds)) if self.more else ():
+        for what, f in (("share", self.step_overhead.share), ("more_s", self.step_overhead.seconds)) if self.step_overhead else ():
             name = f"more of a call in a step{', share' if what == 'share' else ''}"
             lines.append(f"  {name:<42}{_said(what, f.value):>14}  +- {100 * f.relative_sd:.1f} %")
         for k in c.device.curves:
@@ -87,7 +87,7 @@ def calibration(m: Measured) -> Calibration:
     base, known = _base(m)
     samples = list(m.samples)
     fitted: dict[str, Fitted] = {}
-    besides = more(m.steps) if m.steps else None
+    besides = step_overhead(m.steps) if m.steps else None
     device = _device(m, samples, base.device, known, fitted, besides)
     links = {where: _link(samples, base, where, known, fitted) for where in ("intra", "inter")}
     host = _copy(samples, "host", base.host, "host", fitted)
@@ -116,7 +116,9 @@ def _base(m: Measured) -> tuple[Cluster, bool]:
         return Cluster.of("h100"), False
 
 
-def _device(m: Measured, samples: list[Sample], base: Device, known: bool, fitted: dict[str, Fitted], besides: More | None) -> Device:
+def _device(
+    m: Measured, samples: list[Sample], base: Device, known: bool, fitted: dict[str, Fitted], besides: StepOverhead | None
+) -> Device:
     cheap = _of(samples, "cheap")
     bandwidth = base.memory_bandwidth_Bps if known else max(_rates(cheap))
     largest = max(s.amount for s in cheap)
@@ -193,7 +195,7 @@ def collective_curves(samples: list[Sample]) -> tuple[CollectiveCurve, ...]:
     return tuple(out)
 
 
-def _sources(m: Measured, fitted: dict[str, Fitted], base: Cluster, known: bool, besides: More | None) -> tuple[Source, ...]:
+def _sources(m: Measured, fitted: dict[str, Fitted], base: Cluster, known: bool, besides: StepOverhead | None) -> tuple[Source, ...]:
     how = f"measured by `autopar calibrate`: {m.processes} processes a node, {m.nodes} nodes, {m.threads} threads each, all at once"
     if besides:
         share, more_s = besides.share.value, besides.seconds.value

@@ -28,7 +28,7 @@ from autopar.hardware.calibrate.fit import Fitted
 from autopar.hardware.calibrate.timing import Clock
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.parts import WorkCurve
-from autopar.planner.formulation.setting import Setting
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.simulate.price import Price, price
 
 VOCAB, WIDTHS, HEADS, TOKENS, BATCH, LAYERS = 1024, (128, 512), 8, 128, 4, 2  # BATCH: of a process
@@ -53,7 +53,7 @@ class Stepped:
 
 
 @dataclass(frozen=True)
-class More:
+class StepOverhead:
     """What calls take more in a step: a share of what they take by themselves, and seconds of each."""
 
     share: Fitted
@@ -67,7 +67,7 @@ class More:
         )
 
 
-def more(steps: Sequence[Stepped]) -> More:
+def step_overhead(steps: Sequence[Stepped]) -> StepOverhead:
     """Neither is negative. Uncertain by how far steps lie from their medians."""
     whole = np.array([s.median_s for s in steps])
     counts = np.array([[s.local_s, s.calls] for s in steps]) / whole[:, None]
@@ -81,7 +81,7 @@ def more(steps: Sequence[Stepped]) -> More:
             best[free], sd[free] = found, np.sqrt(solve**2 @ spread**2)
             break
         free.pop(int(found.argmin()))
-    return More(*(Fitted(float(x), float(e) / float(x) if x else 0.0) for x, e in zip(best, sd, strict=True)))
+    return StepOverhead(*(Fitted(float(x), float(e) / float(x) if x else 0.0) for x, e in zip(best, sd, strict=True)))
 
 
 class _Block(nn.Module):
@@ -154,7 +154,7 @@ class Reference:
     def stepped(self, cluster: Cluster) -> Stepped:
         alone = _free_links(cluster)
         whole_s, local_s = self._price_s(cluster), self._price_s(alone)
-        later = More(Fitted(0.0, 0.0), Fitted(MILLISECOND, 0.0)).of(alone.device.curves)
+        later = StepOverhead(Fitted(0.0, 0.0), Fitted(MILLISECOND, 0.0)).of(alone.device.curves)
         longer = alone.model_copy(update={"device": alone.device.model_copy(update={"curves": later})})
         return Stepped(tuple(self.seconds), local_s, whole_s - local_s, (self._price_s(longer) - local_s) / MILLISECOND)
 
@@ -165,8 +165,8 @@ class Reference:
 def price_of(module: nn.Module, step: Any, cluster: Cluster) -> Price:
     """Of a compiled module's step, as it runs: nothing is fused."""
     trained = frozenset(n for n, p in module.named_parameters() if p.requires_grad)
-    cost, setting = Cost(cluster, step.groups.mesh), Setting(trained, fuses=False)
-    return price(step.base, step.plan, step.graph, cost, setting, step.groups.prefix)
+    cost, training = Cost(cluster, step.groups.mesh), TrainingConfig(trained, fuses=False)
+    return price(step.base, step.plan, step.graph, cost, training, step.groups.prefix)
 
 
 def references(world: int) -> list[Reference]:

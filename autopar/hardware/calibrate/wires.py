@@ -18,7 +18,7 @@ from autopar.hardware.calibrate.timing import Clock, Sample
 
 SIZES = tuple(1024 << (2 * i) for i in range(10))  # to 256 MiB
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
-BESIDE_BYTES, AGAIN = 1 << 24, 5
+BESIDE_BYTES, REPEATS = 1 << 24, 5
 
 
 def groups(ranks: int) -> dist.ProcessGroup:
@@ -41,7 +41,7 @@ def sent(kind: str, ranks: int, nbytes: float) -> float:
     return nbytes if kind == "send" else nbytes * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
 
 
-def samples(clock: Clock, sizes: Sequence[int], seconds: float, local: int, tell: Callable[[str], None]) -> Iterator[Sample]:
+def samples(clock: Clock, sizes: Sequence[int], seconds: float, local: int, on_progress: Callable[[str], None]) -> Iterator[Sample]:
     """local: processes of a node. seconds: for all of it."""
     world = dist.get_world_size()
     if world == 1:
@@ -51,7 +51,7 @@ def samples(clock: Clock, sizes: Sequence[int], seconds: float, local: int, tell
     end = time.monotonic() + seconds
     cases = [(kind, n) for n in every for kind in KINDS if kind != "send" or n == 2]
     for i, (kind, n) in enumerate(cases):
-        tell(f"{kind} among {n}")
+        on_progress(f"{kind} among {n}")
         until = time.monotonic() + max(0.0, end - time.monotonic()) / (len(cases) - i)
         for nbytes in sizes:
             # All must agree on whether there is time; once more of four times as much takes four times as long.
@@ -138,7 +138,7 @@ def contention(clock: Clock) -> tuple[float, ...]:
         collectives.wait_tensor(issued)
 
     found = []
-    for _ in range(AGAIN):
+    for _ in range(REPEATS):
         working_s, both_s, sending_s = (clock.agreed(min(clock.rounds(call, 3))) for call in (work, both, alone))
         found.append((both_s - working_s) / sending_s)
     return tuple(found)

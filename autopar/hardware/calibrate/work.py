@@ -34,7 +34,7 @@ ROTATED_BYTES, SETS = 1 << 26, 4
 KEPT_BYTES, KEPT = 1 << 28, 8
 
 
-def samples(clock: Clock, seconds: float, tell: Callable[[str], None], dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterator[Sample]:
+def samples(clock: Clock, seconds: float, on_progress: Callable[[str], None], dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterator[Sample]:
     """seconds: for all of it. Sizes rise; when a part's time is over its larger ones are left out."""
     parts: list[tuple[str, Callable[[], Iterator[Sample]]]] = [
         ("memory-bound operators", lambda: memory_bound(clock)),
@@ -45,7 +45,7 @@ def samples(clock: Clock, seconds: float, tell: Callable[[str], None], dtypes: t
         parts.append((f"attention, {_name(dtype)}", functools.partial(attentions, clock, dtype)))
     end = time.monotonic() + seconds
     for i, (name, part) in enumerate(parts):
-        tell(name)
+        on_progress(name)
         now = time.monotonic()
         clock.until = now + max(0.0, end - now) / (len(parts) - i)
         yield from part()

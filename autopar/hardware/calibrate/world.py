@@ -20,22 +20,22 @@ import torch.distributed as dist
 
 from autopar.errors import AutoparError
 
-Tell = Callable[[str], None]
+OnProgress = Callable[[str], None]
 T = TypeVar("T")
-Measure = Callable[[torch.device, int, float, Tell], T]  # device, processes of a node, seconds, progress
+Measure = Callable[[torch.device, int, float, OnProgress], T]  # device, processes of a node, seconds, progress
 HOST = "127.0.0.1"
 END_S = 5.0  # that a process has to end by itself once it has answered
 GRACE_S = 300.0  # beyond the time that measurements take: start, imports, and collectives that hang
 
 
-def spawned(fn: Measure[T], processes: int | None, seconds: float, tell: Tell) -> list[T]:
+def spawned(fn: Measure[T], processes: int | None, seconds: float, on_progress: OnProgress) -> list[T]:
     """`fn` on `processes` children: what each returns."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     n = processes if processes is not None else gpus or os.cpu_count() or 1
     if n < 1 or (gpus and n > gpus):
         has = f"it has {gpus} GPUs" if gpus else "at least one is needed"
         raise AutoparError(f"{n} processes cannot measure this machine: {has}", where="--processes", fix="leave it out, or give fewer")
-    tell(f"{n} process{'es' * (n > 1)} on {'GPUs' if gpus else 'the CPU'}")
+    on_progress(f"{n} process{'es' * (n > 1)} on {'GPUs' if gpus else 'the CPU'}")
     store = dist.TCPStore(HOST, 0, n + 1, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     pipes, children = [], []
@@ -47,7 +47,7 @@ def spawned(fn: Measure[T], processes: int | None, seconds: float, tell: Tell) -
             theirs.close()
             pipes.append(mine)
             children.append(child)
-        found = _results(pipes, seconds + GRACE_S, tell)
+        found = _results(pipes, seconds + GRACE_S, on_progress)
         for c in children:  # what they leave to be tidied up at their end, they tidy up
             c.join(END_S)
         return found
@@ -58,7 +58,7 @@ def spawned(fn: Measure[T], processes: int | None, seconds: float, tell: Tell) -
             c.join()
 
 
-def _results(pipes: list[Connection], patience_s: float, tell: Tell) -> list[Any]:
+def _results(pipes: list[Connection], patience_s: float, on_progress: OnProgress) -> list[Any]:
     out: dict[int, Any] = {}
     while len(out) < len(pipes):
         ready = wait([p for r, p in enumerate(pipes) if r not in out], patience_s)
@@ -74,7 +74,7 @@ def _results(pipes: list[Connection], patience_s: float, tell: Tell) -> list[Any
                 fix = "look for what the system's log says of it; with fewer --processes less memory is needed"
                 raise AutoparError(f"The measuring process {rank} was ended by the system", fix=fix) from None
             if what == "said":
-                tell(value)
+                on_progress(value)
             elif what == "failed":
                 raise AutoparError(f"The measuring process {rank} failed: {value.strip().splitlines()[-1]}", where=value.strip()[-2000:])
             else:
@@ -115,7 +115,7 @@ def _device(rank: int, n: int, gpu: bool) -> torch.device:
     return torch.device("cpu")
 
 
-def joined(fn: Measure[T], seconds: float, tell: Tell) -> list[T] | None:
+def joined(fn: Measure[T], seconds: float, on_progress: OnProgress) -> list[T] | None:
     """`fn` on the processes that torchrun started, on every node: what each returns at the first, None at the others."""
     rank, n, local = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     gpu = torch.cuda.is_available()
@@ -123,7 +123,7 @@ def joined(fn: Measure[T], seconds: float, tell: Tell) -> list[T] | None:
     ours = not dist.is_initialized()
     if ours:
         dist.init_process_group("nccl" if gpu else "gloo")
-    found = fn(device, local, seconds, tell if rank == 0 else lambda line: None)
+    found = fn(device, local, seconds, on_progress if rank == 0 else lambda line: None)
     every: list[Any] = [None] * n
     dist.all_gather_object(every, found)
     if ours:

@@ -10,11 +10,11 @@ from autopar.graph.placement import Placement
 from autopar.plan.decisions import CollectiveUse, OpChoice, ParamChoice
 from autopar.plan.plan import Plan
 from autopar.planner.formulation.names import Names
-from autopar.planner.formulation.setting import Setting
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.storage import batch_placements, representable
 from autopar.rules.grammar import Rule
 from autopar.solver.fold import Folded
-from autopar.solver.problem import DEVICE, Arc, Decision, Fate, Problem
+from autopar.solver.problem import DEVICE, Arc, Decision, Policy, Problem
 from autopar.solver.shrink import Shrunk
 
 
@@ -23,13 +23,13 @@ def apply(
     shrunk: Shrunk,
     rules: Mapping[str, Rule],
     mesh: Mesh,
-    setting: Setting,
+    training: TrainingConfig,
     problem: Problem,
     names: Names,
     decision: Decision,
 ) -> Plan:
     """folded: the graph that the plan is for; shrunk: the smaller one that was planned."""
-    graph, q, cl, x = folded.graph, names.quotient, names.clusters, decision.strategies
+    graph, q, cl, x = folded.graph, names.symmetry, names.clusters, decision.strategies
     by_class: dict[str, OpChoice] = {}
     repeats: dict[str, float] = {}
     for op in q.classes.ops:
@@ -46,12 +46,12 @@ def apply(
         choice, options = names.storage[rep]
         o = options[x[choice]]
         read = _read_at(problem, names, decision, rep, t.shape)
-        params[name] = ParamChoice(t.shape, t.dtype, o.padded, o.placement, read, name in setting.trainable)
+        params[name] = ParamChoice(t.shape, t.dtype, o.padded, o.placement, read, name in training.trainable)
     data = names.input_options[x[names.inputs]]
     outputs = tuple(Placement.of(()) if not n else representable(Placement.of(graph.tensors[n].shape), mesh) for n in graph.outputs)
     at = {problem.values[v].name: _kept_at(problem, names, decision, v) for v in decision.kept}
-    sent = {problem.values[v].name: fate.medium for v in decision.kept if (fate := _fate(problem, decision, v)).medium != DEVICE}
-    again = {names.reruns[i] for i in decision.rerun}
+    sent = {problem.values[v].name: policy.medium for v in decision.kept if (policy := _policy(problem, decision, v)).medium != DEVICE}
+    recompute = {names.reruns[i] for i in decision.rerun}
     outputs_of = {op.name: op.outputs for op in q.graph.ops}
     stands = {small: op.name for op in reversed(graph.ops) for small in (shrunk.image[op.name],)}
     # Operators of copies that were not captured but have a fate of their own are told under the shrunk graph's names.
@@ -68,7 +68,7 @@ def apply(
         ops[op.name] = by_class[rep]
         if rep in repeats:
             repeated[op.name] = repeats[rep]
-        if (rep, q.segment[small]) in again:
+        if (rep, q.segment[small]) in recompute:
             rerun.add(op.name)
             activations |= {t.name: "recompute" for t in op.outputs if t is not None}
         for t, u in zip(op.outputs, outputs_of[small], strict=True):
@@ -85,18 +85,18 @@ def apply(
 
 def _kept_at(problem: Problem, names: Names, decision: Decision, v: int) -> Placement:
     value = problem.values[v].name
-    n = _fate(problem, decision, v).node
+    n = _policy(problem, decision, v).node
     if value not in names.merged:
         return names.nodes[v][n]
-    op, i = names.clusters.maker[names.quotient.tensor_rep[value]]  # its nodes stand for sizes: it is kept as it is made
+    op, i = names.clusters.maker[names.symmetry.tensor_rep[value]]  # its nodes stand for sizes: it is kept as it is made
     p = names.clusters.made[op][decision.strategies[names.clusters.of[op]]][i]
     assert p is not None
     return p
 
 
-def _fate(problem: Problem, decision: Decision, v: int) -> Fate:
+def _policy(problem: Problem, decision: Decision, v: int) -> Policy:
     (k,) = decision.kept[v]
-    return problem.values[v].fates[k]
+    return problem.values[v].policies[k]
 
 
 def _collectives(problem: Problem, names: Names, decision: Decision) -> tuple[CollectiveUse, ...]:
@@ -104,7 +104,7 @@ def _collectives(problem: Problem, names: Names, decision: Decision) -> tuple[Co
     out = []
     for v, direction, arc in used_arcs(problem, decision):
         value = problem.values[v].name
-        itemsize, way, count = names.itemsize[value], ("forward", "backward")[direction], names.quotient.count(value)
+        itemsize, way, count = names.itemsize[value], ("forward", "backward")[direction], names.symmetry.count(value)
         steps = names.steps(v, arc)
         out += [CollectiveUse(s.kind, s.axes, s.wire_bytes(names.mesh, 1) * itemsize, value, way, count) for s in steps]
     return tuple(out)
@@ -116,7 +116,7 @@ def blocking(problem: Problem, names: Names, decision: Decision) -> int:
     for v, _, arc in used_arcs(problem, decision):
         waits = sum(t for account, t in arc.times.items() if problem.accounts[account].resource == "compute")
         if waits and 2 * waits >= (1 - 1e-9) * sum(arc.times.values()):  # all of its time, not only what compute loses beside it
-            found += names.quotient.count(problem.values[v].name) * sum(s.kind != "slice" for s in names.steps(v, arc))
+            found += names.symmetry.count(problem.values[v].name) * sum(s.kind != "slice" for s in names.steps(v, arc))
     return found
 
 

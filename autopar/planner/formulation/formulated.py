@@ -12,8 +12,8 @@ from autopar.planner.formulation.clusters import Clusters
 from autopar.planner.formulation.names import Names
 from autopar.planner.formulation.program import Program
 from autopar.planner.formulation.recompute import Recomputable
-from autopar.planner.formulation.setting import Setting
 from autopar.planner.formulation.times import Times
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.formulation.wires import Wire
 
 
@@ -24,7 +24,7 @@ class Formulated:
     program: Program
     mesh: Mesh
     cost: Cost
-    setting: Setting
+    training: TrainingConfig
     clusters: Clusters
     names: Names
     wires: Mapping[str, Wire]

@@ -92,7 +92,7 @@ def forbidden(
     """
     roles = _Roles(layout, names, rules, mesh, user)
     out: set[tuple[int, int]] = set()
-    by_name = {op.name: op for op in names.quotient.classes.ops}
+    by_name = {op.name: op for op in names.symmetry.classes.ops}
     for c, cluster in enumerate(names.clusters.clusters):
         op = by_name[cluster.leader]
         chosen = cluster.members[cluster.leader]
@@ -111,10 +111,10 @@ def forbidden(
 class _Roles:
     def __init__(self, layout: Layout, names: Names, rules: Mapping[str, Rule], mesh: Mesh, user: Mesh) -> None:
         self.layout, self.names, self.rules, self.mesh, self.user = layout, names, rules, mesh, user
-        self.graph = names.quotient.graph
+        self.graph = names.symmetry.graph
         self.loops = input_loops(self.graph, rules)
         self.repeated = {
-            names.quotient.rep[op] for stack in names.quotient.stacks for copy in (*stack.forward, *stack.backward) for op in copy
+            names.symmetry.rep[op] for stack in names.symmetry.stacks for copy in (*stack.forward, *stack.backward) for op in copy
         }
         batch = batch_size(self.graph.inputs)
         ways = mesh.sizes_product(layout.data)

@@ -10,8 +10,8 @@ from functools import cached_property
 
 from autopar.graph.graph import Op
 from autopar.planner.formulation.formulated import Formulated
-from autopar.planner.formulation.materialized import written
-from autopar.planner.formulation.overlap_windows import Stretches
+from autopar.planner.formulation.materialized import materialized
+from autopar.planner.formulation.overlap_windows import OverlapWindows
 from autopar.solver.problem import Problem
 
 # Bytes per element that drawing random numbers from counters takes on the way, run call by call: 64-bit words (measured: tests/spmd/test_memory.py).
@@ -21,14 +21,14 @@ RANDOM_BYTES = 27.0
 class Lifetimes:
     """ideal: `problem` is the relaxed one of `autopar.planner.formulation.lower_bound`, where everything is split over all devices."""
 
-    def __init__(self, f: Formulated, problem: Problem, ideal: bool = False) -> None:
-        self.f, self.program, self.problem, self.mesh, self.ideal = f, f.program, problem, f.mesh, ideal
+    def __init__(self, f: Formulated, problem: Problem, is_bound: bool = False) -> None:
+        self.f, self.program, self.problem, self.mesh, self.is_bound = f, f.program, problem, f.mesh, is_bound
         ops = self.program.graph.ops
         self.turn = next((i for i, op in enumerate(ops) if op.direction == "backward"), len(ops))
         self.position = {op.name: i for i, op in enumerate(ops)}
         self.end = len(ops)
-        self.stretches = Stretches(self.program.graph, self.program.q.stacks)
-        self.written, self.written_ahead, self.written_again = written(self.program, f.cost)
+        self.windows = OverlapWindows(self.program.graph, self.program.q.stacks)
+        self.materialized, self.written_ahead, self.written_by_recompute = materialized(self.program, f.cost)
         self.remade: dict[int, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)  # value -> reruns that make it, at which nodes
         for i, rerun in enumerate(problem.reruns):
             for v, nodes in rerun.makes:
@@ -37,19 +37,19 @@ class Lifetimes:
 
     def writes(self, op: Op) -> bool:
         """Whether anything is in memory once `op` has run that was not before: what is read elsewhere, or may be kept."""
-        return any(t is not None and (t.name in self.written or t.name in self.may_be_kept) for t in op.outputs)
+        return any(t is not None and (t.name in self.materialized or t.name in self.may_be_kept) for t in op.outputs)
 
     @cached_property
     def may_be_kept(self) -> set[str]:
         members = self.program.q.members
-        return {t for value in self.problem.values if value.fates for t in members[value.name]}
+        return {t for value in self.problem.values if value.policies for t in members[value.name]}
 
     def sizes(self, v: int) -> dict[int, float]:
         """Bytes of one tensor of value `v`, per node."""
         if v not in self.known_sizes:
             wire = self.f.wires[self.problem.values[v].name]
             whole = {n: p.share(self.mesh) for n, p in enumerate(wire.nodes)}
-            shares = {0: 1 / self.mesh.size} if self.ideal else whole
+            shares = {0: 1 / self.mesh.size} if self.is_bound else whole
             self.known_sizes[v] = {n: wire.nbytes * share for n, share in shares.items()}
         return self.known_sizes[v]
 
@@ -71,7 +71,7 @@ class Lifetimes:
     def workspace_of(self, op: Op) -> float:
         """What `op`, of whose cluster one strategy is left, makes on the way where it is run by itself."""
         f = self.f
-        if f.cost.fused is not None or self.ideal or self.program.rules[op.name].kind != "random" or op.outputs[0] is None:
+        if f.cost.fused is not None or self.is_bound or self.program.rules[op.name].kind != "random" or op.outputs[0] is None:
             return 0.0
         (made,) = f.clusters.made[self.program.q.rep[op.name]]
         return RANDOM_BYTES * op.outputs[0].numel * (made[0].share(self.mesh) if made[0] is not None else 1.0)
@@ -85,12 +85,12 @@ class Lifetimes:
 
     def first_need(self, tensor: str) -> int:
         """The first position of backward at which it, or what may run again, reads `tensor`."""
-        again = [self.earliest[r] for r in self.readers_through_views(tensor) if r in self.earliest]
-        return min([*self.users(tensor, "backward"), *again], default=self.turn)
+        recompute = [self.earliest[r] for r in self.readers_through_views(tensor) if r in self.earliest]
+        return min([*self.users(tensor, "backward"), *recompute], default=self.turn)
 
     def last_need(self, tensor: str) -> int:
         users = self.users(tensor, "backward")
-        return max(users) if users else self.read_again(tensor)
+        return max(users) if users else self.read_by_recompute(tensor)
 
     def stack_of(self, position: int) -> int | None:
         """The repeated stack that an operator is of."""
@@ -110,13 +110,13 @@ class Lifetimes:
                     out.append(op.name)
         return out
 
-    def read_again(self, name: str) -> int:
+    def read_by_recompute(self, name: str) -> int:
         """Where backward reads no tensor `name` itself: the last position at which what runs again may read it, at least the turn."""
-        readers = (r.name for r in self.program.readers.get(name, ()) if r.name in self.runs_again)
-        return max((self.runs_again[r] for r in readers), default=self.turn)
+        readers = (r.name for r in self.program.readers.get(name, ()) if r.name in self.is_recomputed)
+        return max((self.is_recomputed[r] for r in readers), default=self.turn)
 
     @cached_property
-    def runs_again(self) -> dict[str, int]:
+    def is_recomputed(self) -> dict[str, int]:
         """Operator of forward -> the last position at which it may run again: before backward reads its result, or with its readers."""
         found: dict[str, int] = {}
         for op in reversed(self.program.graph.ops):

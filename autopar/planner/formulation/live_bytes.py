@@ -45,19 +45,19 @@ class Columns:
                         self.middle_of[n] = len(self.middle)
                     self.middle.append(([life.position[n] for n in forward], [life.position[n] for n in backward]))
         # Column i is position i; from `end` + 1 on, positions of backward in middle copies a second time, for the last of M to run.
-        self.again = {i: life.end + 1 + k for k, i in enumerate(i for _, backward in self.middle for i in backward)}
-        self.positions = {column: i for i, column in self.again.items()}
+        self.recompute = {i: life.end + 1 + k for k, i in enumerate(i for _, backward in self.middle for i in backward)}
+        self.positions = {column: i for i, column in self.recompute.items()}
         # Columns of what lives before a position of backward runs, of those for which something may be made again.
         columns = [at for p in sorted(wanted) for at in self.at(p)]
-        self.before = {at: life.end + 1 + len(self.again) + k for k, at in enumerate(columns)}
-        self.width = life.end + 1 + len(self.again) + len(self.before)
+        self.before = {at: life.end + 1 + len(self.recompute) + k for k, at in enumerate(columns)}
+        self.width = life.end + 1 + len(self.recompute) + len(self.before)
         self.index: dict[Key, int] = {}
         self.known_often: dict[tuple[int, int, int, int, bool], np.ndarray] = {}
         self.reloaded: list[int] = []  # variables of what is brought back: a reload is issued before what its position makes again
 
     def at(self, position: int) -> tuple[int, ...]:
         """The columns of a position."""
-        return (position, self.again[position]) if position in self.again else (position,)
+        return (position, self.recompute[position]) if position in self.recompute else (position,)
 
     def of(self, key: Key) -> int:
         """The variable's number."""
@@ -98,7 +98,7 @@ class Columns:
                 np.cumsum(live[:, : self.life.end], axis=1, out=live[:, : self.life.end])
                 np.round(live, 3, out=live)  # a sum that is over leaves no crumbs
                 live[:, self.life.end :] = 0.0
-                for at, second in self.again.items():
+                for at, second in self.recompute.items():
                     live[:, second] = live[:, at]
                 if self.before:
                     starts = np.zeros((stop - start, self.life.end + 1))
@@ -127,7 +127,7 @@ class Columns:
             return self.known_often[what]
         own = np.zeros(self.width)
         own[first : last + 1] = 1.0
-        for i, j in self.again.items():
+        for i, j in self.recompute.items():
             own[j] = own[i]
         for i, j in self.before.items():
             own[j] = own[i] * (self.first_of(i) != first)
@@ -138,9 +138,9 @@ class Columns:
             others[max(backward, default=first) + 1 : self.life.end] = 1.0
         else:
             others[min(forward) : max(backward, default=last) + 1] = 1.0
-        for i, j in self.again.items():
+        for i, j in self.recompute.items():
             others[j] = others[i]
-        others[[self.again[i] for i in backward]] = float(grows)
+        others[[self.recompute[i] for i in backward]] = float(grows)
         for i, j in self.before.items():
             others[j] = others[i]
         found = self.known_often[what] = own + (times - 1) * others

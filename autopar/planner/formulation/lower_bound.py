@@ -17,11 +17,11 @@ from autopar.planner.formulation.accounts import account
 from autopar.planner.formulation.formulated import Formulated
 from autopar.planner.formulation.memory_rows import rows
 from autopar.planner.formulation.problem import Formulator
-from autopar.planner.formulation.setting import optimizer_s
-from autopar.solver.problem import Choice, End, Fate, Flow, Problem, Rerun, Value
+from autopar.planner.formulation.training import optimizer_s
+from autopar.solver.problem import Choice, End, Flow, Policy, Problem, Rerun, Value
 
 
-def ideal(f: Formulated, problem: Problem, whole: Formulator) -> Problem:
+def lower_bound_problem(f: Formulated, problem: Problem, whole: Formulator) -> Problem:
     """The relaxed program. f, problem: a formulation of the step on a mesh with the same devices (its axes may be merged);
     whole: a formulator for the mesh itself, of which only the clusters are used."""
     least = _least(whole)
@@ -34,7 +34,7 @@ def ideal(f: Formulated, problem: Problem, whole: Formulator) -> Problem:
         times[a] += t
     for t in f.program.q.classes.params.values():
         if t.name in f.program.trained:
-            share = f.program.q.count(t.name) * optimizer_s(f.cost, f.setting, t.numel / f.mesh.size)
+            share = f.program.q.count(t.name) * optimizer_s(f.cost, f.training, t.numel / f.mesh.size)
             times[account(2, "compute")] += share
     choices[c0] = replace(choices[c0], times=(dict(times),))
     values = [
@@ -43,16 +43,16 @@ def ideal(f: Formulated, problem: Problem, whole: Formulator) -> Problem:
             ("",),
             _flow(v.forward),
             None if v.backward is None else _flow(v.backward),
-            tuple({f.medium: Fate(0, f.medium) for f in v.fates}.values()),
+            tuple({f.medium: Policy(0, f.medium) for f in v.policies}.values()),
         )
         for v in problem.values
     ]
     reruns = []
     for (name, segment), r in zip(f.names.reruns, problem.reruns, strict=True):
-        again = min(t.get(backward, 0.0) for t in whole.times.again(by_name[name], segment)[1])
-        reruns.append(Rerun(r.name, r.choice, ({backward: again},), _ends(r.reads), _ends(r.makes)))
+        recompute = min(t.get(backward, 0.0) for t in whole.times.recompute(by_name[name], segment)[1])
+        reruns.append(Rerun(r.name, r.choice, ({backward: recompute},), _ends(r.reads), _ends(r.makes)))
     relaxed = Problem(problem.stages, problem.accounts, tuple(choices), tuple(values), tuple(reruns), (), problem.budget_bytes)
-    return rows(f, relaxed, ideal=True).loosened
+    return rows(f, relaxed, is_bound=True).relaxed
 
 
 def _least(whole: Formulator) -> dict[int, float]:

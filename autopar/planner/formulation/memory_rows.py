@@ -4,7 +4,7 @@ Throughout: parameters and optimizer state as stored, buffers, this device's par
 Transient: what a position's own direction made and still reads, at the placement it was made in, and versions brought elsewhere from first to
 last use. Kept: from where it is made to its last use in backward, by what runs again too. Made again: from first to last use in backward, and, where strategies are
 fixed, from when what reads it runs again (`chains`).
-Gathered parameters live from a stretch before their use, unreduced gradients to a stretch after they are made (`stretches`). Under gradient
+Gathered parameters live from a stretch before their use, unreduced gradients to a stretch after they are made (`windows`). Under gradient
 accumulation every unreduced gradient has a buffer that is there in forward too; in the last micro-batch backward trades it for the reduced
 gradient, in those before it keeps it: there are rows for both. Tensors that fused kernels never write are not counted. Rows whose terms
 another row has too, and more, are left out.
@@ -14,7 +14,7 @@ the g - 1 copies before it is whole, and its neighbours' and its own tensors liv
 affine in g, with the sizes kept as the slope. So the peak over g lies at g = 1 or g = M. In forward kept bytes only grow, so g = M
 suffices. In backward kept bytes shrink and gradients grow as g falls: there is a row for either end.
 
-The rows that bound plans whose layers have fates of their own: `formulate.loose`.
+The rows that bound plans whose layers have fates of their own: `formulate.relaxed_rows`.
 """
 
 from __future__ import annotations
@@ -30,45 +30,45 @@ from autopar.planner.formulation.lifetimes import RANDOM_BYTES, Lifetimes
 from autopar.planner.formulation.live_bytes import Columns, Spans
 from autopar.planner.formulation.offload import in_flight, limits
 from autopar.planner.formulation.recompute_chains import Chains
-from autopar.planner.formulation.relaxed_rows import Loosen
+from autopar.planner.formulation.relaxed_rows import RowRelaxation
 from autopar.planner.storage import batch_placements
 from autopar.solver.problem import DEVICE, Key, Problem, Row
 
 
-def rows(f: Formulated, problem: Problem, ideal: bool = False) -> Problem:
-    """`problem` with its memory rows. ideal: it is the relaxed one of `autopar.planner.formulation.lower_bound`, where everything is split over all devices."""
-    r = Rows(Lifetimes(f, problem, ideal))
+def rows(f: Formulated, problem: Problem, is_bound: bool = False) -> Problem:
+    """`problem` with its memory rows. is_bound: it is the relaxed one of `autopar.planner.formulation.lower_bound`, where everything is split over all devices."""
+    r = Rows(Lifetimes(f, problem, is_bound))
     found = r.rows()
-    tight, loose = ((), ()) if ideal else limits(r.life, problem)
+    tight, relaxed_rows = ((), ()) if is_bound else limits(r.life, problem)
     return replace(
         problem,
         rows=found,
         events=tuple(r.chains.events.known) if r.chains else (),
-        rests=tuple(r.loosen.rests),
-        loose=tuple(r.loose),
+        rests=tuple(r.relaxation.rests),
+        relaxed_rows=tuple(r.relaxed_rows),
         limits=tight,
-        loose_limits=loose,
+        relaxed_limits=relaxed_rows,
     )
 
 
 class Rows:
     def __init__(self, life: Lifetimes) -> None:
-        self.life, self.f, self.program, self.problem, self.mesh, self.ideal = (
+        self.life, self.f, self.program, self.problem, self.mesh, self.is_bound = (
             life,
             life.f,
             life.program,
             life.problem,
             life.mesh,
-            life.ideal,
+            life.is_bound,
         )
         self.chains = Chains(life) if self.f.is_decided else None
         self.columns = Columns(life, self.chains.at if self.chains else ())
-        self.loosen = Loosen(life)
-        self.loose: list[Row] = []
+        self.relaxation = RowRelaxation(life)
+        self.relaxed_rows: list[Row] = []
         # What lives in every call, and what in one that reduces gradients; all of them do where there is one micro-batch.
         self.always = self.last_call = Spans()
         self.chained = Spans()
-        if self.f.setting.micro_batches > 1:
+        if self.f.training.micro_batches > 1:
             self.last_call = Spans()
 
     def add(self, key: Key, nbytes: float, first: int, last: int, tensor: str = "", grows: bool = False, last_call: bool = False) -> None:
@@ -76,7 +76,7 @@ class Rows:
         self.columns.add(self.last_call if last_call else self.always, key, nbytes, first, last, tensor, grows)
 
     def rows(self) -> tuple[Row, ...]:
-        f, s = self.f, self.f.setting
+        f, s = self.f, self.f.training
         static: dict[Key, float] = defaultdict(float)
         step: dict[Key, float] = defaultdict(float)
         for name, t in self.program.graph.params.items():
@@ -86,7 +86,7 @@ class Rows:
                 self.program.q.tensor_rep[t.name] in self.program.trained,
                 self.program.graph.grads.get(name),
             )
-            shares = [t.numel / self.mesh.size] if self.ideal else [math.prod(o.placement.local_shape(self.mesh)) for o in options]
+            shares = [t.numel / self.mesh.size] if self.is_bound else [math.prod(o.placement.local_shape(self.mesh)) for o in options]
             for i, n in enumerate(shares):
                 static["x", c, i] += times * n * (s.master_bytes + (s.state_bytes if trained else 0.0))
                 if trained:
@@ -99,13 +99,13 @@ class Rows:
         static["x", f.fixed, 0] += sum(t.nbytes for t in self.program.graph.buffers.values())
         for option, axes in enumerate(f.names.input_options):
             places = batch_placements(self.program.graph.inputs, axes, self.mesh)
-            shares = [1 / self.mesh.size if self.ideal else p.share(self.mesh) for p in places]
-            static["x", f.names.inputs, 0 if self.ideal else option] = sum(
+            shares = [1 / self.mesh.size if self.is_bound else p.share(self.mesh) for p in places]
+            static["x", f.names.inputs, 0 if self.is_bound else option] = sum(
                 t.nbytes * n for t, n in zip(self.program.graph.inputs, shares, strict=True)
             )
         for v in range(len(self.problem.values)):
             self.value(v)
-        if f.cost.fused is None and not self.ideal:
+        if f.cost.fused is None and not self.is_bound:
             self.workspace()
         for key, nbytes, first, last in self.chains.stand() if self.chains else ():
             self.chained.plain.append((self.columns.of(key), first, last, nbytes))
@@ -141,15 +141,15 @@ class Rows:
             last = {
                 n for stack in self.program.q.stacks for copies in (stack.forward, stack.backward) for names in copies[-2:] for n in names
             }
-            outer = _undominated([(name, self.loosen.row(terms, False)) for name, terms in kept])
-            inner = [(name, self.loosen.row(terms, True)) for name, terms in inside if name.rpartition(" ")[2] in last]
-            self.loose = [Row(name, 0.0, tuple(sorted(terms.items()))) for name, terms in [*outer, *_undominated(inner, outer)]]
+            outer = _undominated([(name, self.relaxation.row(terms, False)) for name, terms in kept])
+            inner = [(name, self.relaxation.row(terms, True)) for name, terms in inside if name.rpartition(" ")[2] in last]
+            self.relaxed_rows = [Row(name, 0.0, tuple(sorted(terms.items()))) for name, terms in [*outer, *_undominated(inner, outer)]]
         found = [(name, self.by_base(*shared[name]) if name in shared else terms) for name, terms in found]
         return tuple(Row(name, 0.0, tuple(sorted(terms.items()))) for name, terms in found)
 
     def by_base(self, base: dict[Key, float], more: dict[Key, float]) -> dict[Key, float]:
         """Of one position there are many rows of calls that differ by little: what is in all of them is added up once."""
-        rests = self.loosen.rests
+        rests = self.relaxation.rests
         return _sum({("s", rests.setdefault(tuple(sorted(base.items())), len(rests)), 0): 1.0}, more)
 
     def accumulated(self, grad: str, times: int) -> None:
@@ -178,15 +178,15 @@ class Rows:
             for end in flow.supplies if (flow := (value.forward, value.backward)[direction]) else ():
                 for s, n in enumerate(end.nodes):
                     self.add(("x", end.choice, s), size[n], made, last)
-        for k, fate in enumerate(value.fates):
+        for k, policy in enumerate(value.policies):
             # While the value is alive in forward its own term counts it; what fusion would not write is written to be kept.
-            if fate.medium == DEVICE:
+            if policy.medium == DEVICE:
                 first = max(users[0], default=made) + 1 if tensor in self.life.written_ahead else made
-                self.add(("y", v, k), size[fate.node], first, self.life.last_need(tensor), tensor)
+                self.add(("y", v, k), size[policy.node], first, self.life.last_need(tensor), tensor)
             else:
                 leaving, back = in_flight(self.life, tensor)
-                self.add(("y", v, k), size[fate.node], leaving[0] if tensor in self.life.written_ahead else made, leaving[1])
-                self.add(("y", v, k), size[fate.node], *back)
+                self.add(("y", v, k), size[policy.node], leaving[0] if tensor in self.life.written_ahead else made, leaving[1])
+                self.add(("y", v, k), size[policy.node], *back)
                 self.columns.reloaded.append(self.columns.index.get(("y", v, k), -1))
         for direction, flow in ((0, value.forward), (1, value.backward)):
             if flow is None or not users[direction]:
@@ -194,22 +194,22 @@ class Rows:
             first, last = min(users[direction]), max(users[direction])
             if tensor in self.program.param_of and self.is_cast(tensor):
                 self.cast(v, direction, first, last)
-            first = self.life.stretches.issued(first) if tensor in self.program.param_of else first
+            first = self.life.windows.issued(first) if tensor in self.program.param_of else first
             for a, arc in enumerate(flow.arcs):
                 if arc.times:
                     self.add(("e", v, direction, a), size[arc.dst], first, last)
         if tensor in self.program.params_of_grad and value.backward is not None:
             for a, arc in enumerate(value.backward.arcs):
                 if arc.times:
-                    self.add(("e", v, 1, a), size[arc.src], max([made, *users[1]]) + 1, self.life.stretches.awaited(made))
-        if value.backward is not None and tensor in self.life.written_again and users[1]:
+                    self.add(("e", v, 1, a), size[arc.src], max([made, *users[1]]) + 1, self.life.windows.awaited(made))
+        if value.backward is not None and tensor in self.life.written_by_recompute and users[1]:
             for i, nodes in self.life.remade[v]:
                 for s, n in enumerate(nodes):
                     self.add(("r", i, s), size[n], min(users[1]), max(users[1]))
 
     def is_cast(self, param: str) -> bool:
         """Whether it is stored in another precision than it is computed with."""
-        return DTYPE_BYTES.get(self.program.graph.tensors[param].dtype, 4) != self.f.setting.master_bytes
+        return DTYPE_BYTES.get(self.program.graph.tensors[param].dtype, 4) != self.f.training.master_bytes
 
     def cast(self, v: int, direction: int, first: int, last: int) -> None:
         """A parameter in the precision of computing: there while it is used, unless it is gathered, which is counted by itself."""
@@ -229,13 +229,13 @@ class Rows:
         for op in self.program.graph.ops:
             if self.program.rules[op.name].kind == "random" and op.outputs[0] is not None:
                 name, t = self.program.q.rep[op.name], op.outputs[0]
-                c, again = f.clusters.of[name], which.get((name, self.program.q.segment[op.name]))
+                c, recompute = f.clusters.of[name], which.get((name, self.program.q.segment[op.name]))
                 for s, made in enumerate(f.clusters.made[name]):
                     nbytes = RANDOM_BYTES * t.numel * (made[0].share(self.mesh) if made[0] is not None else 1.0)
                     at = self.life.position[op.name]
                     self.add(("x", c, s), nbytes, at, at)
-                    if again is not None and op.name in self.life.earliest and self.chains is None:
-                        self.add(("r", again, s), nbytes, self.life.earliest[op.name], self.life.earliest[op.name])
+                    if recompute is not None and op.name in self.life.earliest and self.chains is None:
+                        self.add(("r", recompute, s), nbytes, self.life.earliest[op.name], self.life.earliest[op.name])
 
 
 def _sum(a: dict[Key, float], b: dict[Key, float]) -> dict[Key, float]:

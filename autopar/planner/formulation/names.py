@@ -10,7 +10,7 @@ from autopar.graph.placement import Placement
 from autopar.graph.redistribution import Step, redistribute
 from autopar.planner.formulation.clusters import Clusters
 from autopar.planner.formulation.parameter_storage import Storage
-from autopar.planner.formulation.symmetry import Quotient
+from autopar.planner.formulation.symmetry import SymmetryClasses
 from autopar.solver.problem import Arc
 
 
@@ -18,7 +18,7 @@ from autopar.solver.problem import Arc
 class Names:
     """What the Problem's indices mean. Operators, parameters and tensors are named by their classes, values by one of their tensors."""
 
-    quotient: Quotient
+    symmetry: SymmetryClasses
     clusters: Clusters
     mesh: Mesh
     storage: dict[str, tuple[int, list[Storage]]] = field(default_factory=dict)  # parameter's tensor -> (choice, its options)

@@ -1,6 +1,6 @@
 """Kept away from the device, in host memory or on local disks: which values may be, what moving them takes, and what bounds it.
 
-A tensor is sent as soon as forward has made it, and its memory is free at the end of the next stretch (`stretches`). It is brought back from the
+A tensor is sent as soon as forward has made it, and its memory is free at the end of the next stretch (`windows`). It is brought back from the
 start of the stretch before the one that first reads it in backward. So it shall cost no time:
 
     d2h of what is made in stretch j  <=  compute of stretch j + 1          in forward, and the same for writes to disk
@@ -11,7 +11,7 @@ together fits the host's memory, or the disk. (SSDTrain, Wu et al. 2024, section
 activations that is offloaded is what the link carries beside compute.)
 
 Repeated layers. A copy's stretch and the next one's stand for all of them: one row for each copy that the graph has. Of fates that are means over the
-layers only the sum of these rows over the stack holds (`Problem.loose_limits`).
+layers only the sum of these rows over the stack holds (`Problem.relaxed_limits`).
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from autopar.solver.problem import DEVICE, HOST, NVME, Key, Limit, Problem
 def limits(life: Lifetimes, problem: Problem) -> tuple[tuple[Limit, ...], tuple[Limit, ...]]:
     """What bounds the fates of `problem` that are not on the device; and as much of it as holds for fates that are means over layers."""
     f = life.f
-    if not f.setting.media:
+    if not f.training.media:
         return (), ()
     sent: dict[tuple[str, int], dict[Key, float]] = defaultdict(lambda: defaultdict(float))  # resource, stretch -> seconds
     held: dict[str, dict[Key, float]] = {HOST: defaultdict(float), NVME: defaultdict(float)}
     for v, value in enumerate(problem.values):
-        for k, fate in enumerate(value.fates):
-            if fate.medium != DEVICE:
-                size = life.sizes(v)[fate.node]
+        for k, policy in enumerate(value.policies):
+            if policy.medium != DEVICE:
+                size = life.sizes(v)[policy.node]
                 for tensor in f.program.q.members[value.name]:
-                    held[fate.medium]["y", v, k] += f.program.q.tensor_times[tensor] * size
-                    for resource, d in LINKS[fate.medium]:
+                    held[policy.medium]["y", v, k] += f.program.q.tensor_times[tensor] * size
+                    for resource, d in LINKS[policy.medium]:
                         at = life.first_need(tensor) if d else life.made(tensor)
-                        sent[resource, life.stretches.at(at)]["y", v, k] += f.cost.transfer_s(resource, size)
-    most = {HOST: f.setting.host_bytes, NVME: f.setting.nvme_bytes}
+                        sent[resource, life.windows.at(at)]["y", v, k] += f.cost.transfer_s(resource, size)
+    most = {HOST: f.training.host_bytes, NVME: f.training.nvme_bytes}
     whole = tuple(Limit(f"{medium} memory", most[medium], tuple(sorted(terms.items()))) for medium, terms in held.items() if terms)
     busy = _busy(life)
-    starts, turn = life.stretches.starts, life.turn
+    starts, turn = life.windows.starts, life.turn
     tight: list[Limit] = []
     summed: dict[tuple[str, int], dict[Key, float]] = defaultdict(lambda: defaultdict(float))
-    loose: list[Limit] = []
+    relaxed: list[Limit] = []
     for (resource, j), seconds in sorted(sent.items()):
         forward = starts[j] < turn
         beside = j + 1 if forward else j - 1
@@ -59,18 +59,18 @@ def limits(life: Lifetimes, problem: Problem) -> tuple[tuple[Limit, ...], tuple[
         tight.append(row)
         home = life.stack_of(starts[j])
         if home is None:
-            loose.append(row)
+            relaxed.append(row)
         else:
             for key, t in terms.items():
                 summed[resource, home][key] += f.program.q.times[where] * t
-    loose += [Limit(f"{r} beside compute", 0.0, tuple(sorted(terms.items()))) for (r, _), terms in sorted(summed.items())]
-    return (*whole, *tight), (*whole, *loose)
+    relaxed += [Limit(f"{r} beside compute", 0.0, tuple(sorted(terms.items()))) for (r, _), terms in sorted(summed.items())]
+    return (*whole, *tight), (*whole, *relaxed)
 
 
 def _busy(life: Lifetimes) -> list[dict[Key, float]]:
     """Seconds of compute per stretch, of one copy of each layer."""
     f = life.f
-    out: list[dict[Key, float]] = [defaultdict(float) for _ in life.stretches.starts]
+    out: list[dict[Key, float]] = [defaultdict(float) for _ in life.windows.starts]
     for op in f.program.q.classes.ops:
         if f.is_chained(op):
             continue
@@ -81,7 +81,7 @@ def _busy(life: Lifetimes) -> list[dict[Key, float]]:
         for s, times in enumerate(f.times.of(op, stage)):
             if seconds := times.get(compute, 0.0):
                 for copy in copies:
-                    out[life.stretches.at(life.position[copy.name])]["x", c, s] += seconds / n
+                    out[life.windows.at(life.position[copy.name])]["x", c, s] += seconds / n
     return out
 
 
@@ -90,6 +90,6 @@ def in_flight(life: Lifetimes, tensor: str) -> tuple[tuple[int, int], tuple[int,
     while backward reads it."""
     made = life.made(tensor)
     last = max(life.users(tensor, "forward"), default=made)
-    gone = max(last, min(life.stretches.awaited(made), life.turn - 1))
-    first = life.stretches.issued(life.first_need(tensor))
+    gone = max(last, min(life.windows.awaited(made), life.turn - 1))
+    first = life.windows.issued(life.first_need(tensor))
     return (last + 1, gone), (first, life.last_need(tensor))

@@ -16,7 +16,7 @@ from autopar.graph.graph import Graph
 from autopar.solver.stacks import Stack
 
 
-class Stretches:
+class OverlapWindows:
     def __init__(self, graph: Graph, stacks: Sequence[Stack]) -> None:
         ops = graph.ops
         self.turn = next((i for i, op in enumerate(ops) if op.direction == "backward"), len(ops))
@@ -71,7 +71,7 @@ class Stretches:
         return (self.starts[i] if i < len(self.starts) else self.end) - 1
 
 
-def stretch_of(graph: Graph, stacks: Sequence[Stack]) -> dict[str, int]:
+def window_of(graph: Graph, stacks: Sequence[Stack]) -> dict[str, int]:
     """The stretch of every operator of a whole program, for the passes that move things between them."""
-    found = Stretches(graph, stacks)
+    found = OverlapWindows(graph, stacks)
     return {op.name: found.at(i) for i, op in enumerate(graph.ops)}

@@ -27,18 +27,18 @@ from autopar.planner.formulation.names import Names
 from autopar.planner.formulation.parameter_storage import storages
 from autopar.planner.formulation.program import Program
 from autopar.planner.formulation.recompute import Recomputable
-from autopar.planner.formulation.setting import Setting, optimizer_s
-from autopar.planner.formulation.symmetry import Quotient
+from autopar.planner.formulation.symmetry import SymmetryClasses
 from autopar.planner.formulation.times import Times
+from autopar.planner.formulation.training import TrainingConfig, optimizer_s
 from autopar.planner.formulation.wires import Wires
 from autopar.planner.storage import batch_placements
 from autopar.rules.grammar import Rule
 from autopar.solver.problem import Choice, End, Problem, Rerun
 
 
-def formulate(q: Quotient, rules: Mapping[str, Rule], mesh: Mesh, cost: Cost, setting: Setting) -> tuple[Problem, Names]:
+def formulate(q: SymmetryClasses, rules: Mapping[str, Rule], mesh: Mesh, cost: Cost, training: TrainingConfig) -> tuple[Problem, Names]:
     """rules: of every operator of `q.graph`."""
-    return Formulator(q, rules, mesh, cost, setting).run()
+    return Formulator(q, rules, mesh, cost, training).run()
 
 
 class Formulator:
@@ -46,10 +46,16 @@ class Formulator:
     decided)."""
 
     def __init__(
-        self, q: Quotient, rules: Mapping[str, Rule], mesh: Mesh, cost: Cost, setting: Setting, only: Sequence[int] | None = None
+        self,
+        q: SymmetryClasses,
+        rules: Mapping[str, Rule],
+        mesh: Mesh,
+        cost: Cost,
+        training: TrainingConfig,
+        only: Sequence[int] | None = None,
     ) -> None:
-        self.mesh, self.cost, self.setting, self.only = mesh, cost, setting, only
-        self.program = Program(q, rules, setting.trainable)
+        self.mesh, self.cost, self.training, self.only = mesh, cost, training, only
+        self.program = Program(q, rules, training.trainable)
         self.recomputable = Recomputable(self.program)
         self.choices: list[tuple[str, tuple[str, ...], list[dict[int, float]]]] = []
         found = clusters(q.classes, rules, mesh)
@@ -60,12 +66,12 @@ class Formulator:
         """`found` are the clusters from here on, and there is no value yet."""
         self.clusters = self.names.clusters = found
         self.times = Times(self.program, found, self.cost, self.mesh)
-        self.wires = Wires(self.program, found, self.mesh, self.cost, self.setting, self.names)
+        self.wires = Wires(self.program, found, self.mesh, self.cost, self.training, self.names)
 
     def formulated(self) -> Formulated:
         """What was made, behind `run`."""
         return Formulated(
-            self.program, self.mesh, self.cost, self.setting, self.clusters, self.names, self.wires.all, self.recomputable, self.times, self.fixed,
+            self.program, self.mesh, self.cost, self.training, self.clusters, self.names, self.wires.all, self.recomputable, self.times, self.fixed,
             self.only is not None,
         )  # fmt: skip
 
@@ -95,15 +101,15 @@ class Formulator:
                 wire = self.wires.all[self.program.q.group[name]]
                 wire.demands[0][End(self.fixed, (wire.node(Placement.of(g.tensors[name].shape)),))] = None
         self.names.value_of = {n: i for i, n in enumerate(self.wires.all)}
-        made_again = [self.rerun(op, segment) for op, segment in reruns]
+        recomputed_calls = [self.rerun(op, segment) for op, segment in reruns]
         values = [self.wires.value(w) for w in self.wires.all.values()]
         names = list(self.wires.all)
-        made_again = [self.wires.remapped(r, names) for r in made_again]
+        recomputed_calls = [self.wires.remapped(r, names) for r in recomputed_calls]
         self.names.merged = frozenset(self.wires.renamed)
         self.names.nodes = [list(w.nodes) for w in self.wires.all.values()]
         choices = tuple(Choice(n, labels, tuple(times)) for n, labels, times in self.choices)
-        problem = Problem(STAGES, ACCOUNTS, choices, tuple(values), tuple(made_again), (), self.setting.budget_bytes)
-        return rows(self.formulated(), trim(problem)) if self.setting.counts else trim(problem), self.names
+        problem = Problem(STAGES, ACCOUNTS, choices, tuple(values), tuple(recomputed_calls), (), self.training.budget_bytes)
+        return rows(self.formulated(), trim(problem)) if self.training.counts else trim(problem), self.names
 
     def drop(self, room_s: float) -> None:
         kept: list[list[int]] = []
@@ -173,7 +179,7 @@ class Formulator:
             times = []
             for o in options:
                 mine = math.prod(o.placement.local_shape(self.mesh))
-                times.append({a: self.program.q.count(t.name) * optimizer_s(self.cost, self.setting, mine)} if trained else {})
+                times.append({a: self.program.q.count(t.name) * optimizer_s(self.cost, self.training, mine)} if trained else {})
             c = self.choice(f"storage of {name}", [o.label for o in options], times)
             self.names.storage[t.name] = (c, options)
             wire = self.wires.wire(t)
@@ -198,8 +204,8 @@ class Formulator:
             wire = self.wires.wire(t)
             wire.supplies[direction][End(c, self.wires.nodes(wire, [p for p in places if p is not None]))] = None
             # A view is made again for nothing from what it is a view of; that is what is kept. What must be made again is not kept, if it can be.
-            gone = op.tag(i) == MUST_RECOMPUTE and self.recomputable.makes_again(op, i)
-            wire.fates = direction == 0 and not is_view(op, self.program.rules[op.name]) and not gone
+            gone = op.tag(i) == MUST_RECOMPUTE and self.recomputable.recomputes(op, i)
+            wire.policies = direction == 0 and not is_view(op, self.program.rules[op.name]) and not gone
             for p in self.program.params_of_grad.get(t.name, ()):
                 choice, options = self.names.storage[self.program.q.group[self.program.graph.params[p].name]]
                 wire.overlaps = wire.reduces = True
@@ -207,7 +213,7 @@ class Formulator:
                 wire.demands[direction][End(choice, tuple(wire.node(o.placement) for o in options))] = None
 
     def grad_bytes(self, param: str) -> int:
-        dtype = self.setting.reduce or self.program.graph.params[param].dtype
+        dtype = self.training.reduce or self.program.graph.params[param].dtype
         return DTYPE_BYTES[dtype]
 
     def rerun(self, op: Op, segment: int) -> Rerun:
@@ -227,10 +233,10 @@ class Formulator:
                         wire.reads.append((len(self.names.reruns), nodes))
                         reads[self.names.value_of[wire.name], nodes] = None
             for i, t in enumerate(copy.outputs):
-                if t is not None and self.recomputable.makes_again(copy, i):
+                if t is not None and self.recomputable.recomputes(copy, i):
                     wire = self.wires.wire(t)
                     made = tuple(wire.node(m[i]) for m in self.clusters.made[op.name])  # type: ignore[arg-type]
                     makes[self.names.value_of[wire.name], made] = None
         self.names.reruns.append((op.name, segment))
-        times, least = self.times.again(op, segment)
-        return Rerun(op.name, c, times, tuple(reads), tuple(makes), loose_times=least)
+        times, least = self.times.recompute(op, segment)
+        return Rerun(op.name, c, times, tuple(reads), tuple(makes), relaxed_times=least)

@@ -8,14 +8,14 @@ from functools import cached_property
 
 from autopar.graph.graph import Op, Tensor
 from autopar.planner.formulation.clusters import Clusters
-from autopar.planner.formulation.symmetry import Quotient
+from autopar.planner.formulation.symmetry import SymmetryClasses
 from autopar.rules.grammar import Rule
 
 
 class Program:
     """rules: of every operator of `q.graph`; trainable: names of parameters."""
 
-    def __init__(self, q: Quotient, rules: Mapping[str, Rule], trainable: frozenset[str]) -> None:
+    def __init__(self, q: SymmetryClasses, rules: Mapping[str, Rule], trainable: frozenset[str]) -> None:
         self.q, self.graph, self.rules = q, q.graph, rules
         self.by_name = {op.name: op for op in self.graph.ops}
         self.param_of = {t.name: n for n, t in self.graph.params.items()}

@@ -48,16 +48,16 @@ class Recomputable:
         return found
 
     @cached_property
-    def needed_again(self) -> set[str]:
+    def needed_by_recompute(self) -> set[str]:
         """Tensors that backward reads, or what may be made again for it."""
         found: set[str] = set()
         for op in reversed(self.program.graph.ops):
-            again = [i for i, t in enumerate(op.outputs) if t is not None and t.name in found and self.makes_again(op, i)]
-            if op.direction == "backward" or (again and not (again == [1] and is_mask_tagged(op))):
+            recompute = [i for i, t in enumerate(op.outputs) if t is not None and t.name in found and self.recomputes(op, i)]
+            if op.direction == "backward" or (recompute and not (recompute == [1] and is_mask_tagged(op))):
                 found |= {t.name for t in op.inputs}
         return found
 
-    def makes_again(self, op: Op, i: int) -> bool:
+    def recomputes(self, op: Op, i: int) -> bool:
         """Whether a rerun of `op` supplies its output `i`. What a layer hands on is kept or not needed, and so is what layers get of products outside of them: made
         again, it would take what is before it with it, all of whose results would then live at once."""
         t = op.outputs[i]
@@ -80,7 +80,7 @@ class Recomputable:
 
     def needs_mask_alone(self, op: Op) -> bool:
         """Of a dropout: whether only its mask is made again, which needs no operand."""
-        return is_mask_tagged(op) and not (op.out.name in self.needed_again and self.makes_again(op, 0))
+        return is_mask_tagged(op) and not (op.out.name in self.needed_by_recompute and self.recomputes(op, 0))
 
 
 def is_mask_tagged(op: Op) -> bool:

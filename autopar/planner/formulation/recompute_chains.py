@@ -82,7 +82,7 @@ class Run:
     merged: tuple[int, int] | None = None
 
     @property
-    def again(self) -> Member:
+    def recompute(self) -> Member:
         return "r", self.number
 
     def add(self, at: int, ran: Member | None, sure: int | None) -> None:
@@ -141,7 +141,7 @@ class Chains:
         f, life = self.life.f, self.life
         wire = f.wires[f.program.q.group[t.name]]
         places = {n for end in wire.supplies[0] for n in end.nodes}
-        if t.name not in life.written_again or len(wire.supplies[0]) != 1 or len(places) != 1:
+        if t.name not in life.written_by_recompute or len(wire.supplies[0]) != 1 or len(places) != 1:
             return 0.0
         return wire.nbytes * list(wire.nodes)[places.pop()].share(life.mesh)
 
@@ -159,16 +159,16 @@ class Chains:
             groups = [groups[0], run.merged, *groups[2 - steps :]]
         for first, last in groups:
             exact = all(r.by(last) == r.surely_by(last) for r in readers)
-            run.add(first, self.events.of([run.again], [r.by(last) for r in readers]), last if exact else None)
+            run.add(first, self.events.of([run.recompute], [r.by(last) for r in readers]), last if exact else None)
         if run.direct is not None:
-            run.add(run.direct, run.again, run.direct)
+            run.add(run.direct, run.recompute, run.direct)
 
     def waits(self, name: str, position: int) -> Member | None:
         """That `name` is to run again and has not by `position`."""
         run = self.runs.get(name)
         if run is None or position >= run.latest:
             return None
-        return self.events.of([run.again], no=run.surely_by(position))
+        return self.events.of([run.recompute], no=run.surely_by(position))
 
     def wanted(self, run: Run, made: Made, start: int, waits: Callable[[str], Member | None]) -> Member | None:
         """That `run` has run by `start`, and a reader of what it made waits."""

@@ -3,7 +3,7 @@ only as far as it does not depend on whose fate it is. Outside of the layers it 
 layer's, which may keep nothing so. In the last two layers, of a tensor that k of the n have freed
 the others keep at least n y - k, and at least nothing; what a layer makes again or brings from where it is kept may be nothing. Of what layers hand on one
 fewer is needed than layers run again: the first reads what comes from outside. And what runs again takes as long as in the layer where it takes least
-(`Rerun.loose_times`). So much is a bound for any fates (`autopar.planner.stages`).
+(`Rerun.relaxed_times`). So much is a bound for any fates (`autopar.planner.stages`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autopar.planner.formulation.lifetimes import Lifetimes
 from autopar.solver.problem import DEVICE, Key
 
 
-class Loosen:
+class RowRelaxation:
     """Makes loose rows of `rows`'. rests: of `Problem.rests`, with their places."""
 
     def __init__(self, life: Lifetimes) -> None:
@@ -37,9 +37,9 @@ class Loosen:
                 out[key] += nbytes
             elif key[0] == "y":
                 value = self.life.problem.values[key[1]]
-                fate = value.fates[key[2]]
-                times, each = self.life.program.q.count(value.name), self.life.sizes(key[1])[fate.node]
-                if fate.medium == DEVICE and nbytes > (times - 2.001) * each:
+                policy = value.policies[key[2]]
+                times, each = self.life.program.q.count(value.name), self.life.sizes(key[1])[policy.node]
+                if policy.medium == DEVICE and nbytes > (times - 2.001) * each:
                     out[key] = times * each
                     gone[key[1]] = max(gone.get(key[1], 0.0), times - nbytes / each)
         for v, n in gone.items():
@@ -50,7 +50,7 @@ class Loosen:
             if n <= 1e-3 or not rest:
                 out.update(rest)
                 continue
-            places = {fate.node for fate in self.life.problem.values[v].fates}
+            places = {policy.node for policy in self.life.problem.values[v].policies}
             for end in dict.fromkeys((*forward.supplies, *forward.demands)):  # it was kept at one of these
                 for s, node in enumerate(end.nodes):
                     if node in places:
@@ -65,7 +65,7 @@ class Loosen:
         if key[0] != "y":
             return False
         value = self.life.problem.values[key[1]]
-        return value.fates[key[2]].medium != DEVICE and self.life.program.q.count(value.name) > 1
+        return value.policies[key[2]].medium != DEVICE and self.life.program.q.count(value.name) > 1
 
     @cached_property
     def handed_on(self) -> set[int]:
@@ -85,7 +85,7 @@ class Loosen:
     @cached_property
     def same_for_all_layers(self) -> set[int]:
         """Values of which backward brings the same whatever is made again: they are not kept, and reruns read them as backward does."""
-        flows = {v: value.backward for v, value in enumerate(self.life.problem.values) if not value.fates and v not in self.life.remade}
+        flows = {v: value.backward for v, value in enumerate(self.life.problem.values) if not value.policies and v not in self.life.remade}
         present = {v: {(end.choice, end.nodes) for end in flow.demands} for v, flow in flows.items() if flow is not None}
         other = {v for r in self.life.problem.reruns for v, nodes in r.reads if (r.choice, nodes) not in present.get(v, ())}
         return present.keys() - other

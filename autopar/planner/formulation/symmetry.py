@@ -17,7 +17,7 @@ from autopar.solver.stacks import Stack
 
 
 @dataclass(frozen=True)
-class Quotient:
+class SymmetryClasses:
     """graph: the shrunk one, which has copies. classes: one operator per class, reading the tensors that stand for a class; where a layer reads
     the layer before it, an operator reads what is made further on.
 
@@ -43,7 +43,7 @@ class Quotient:
         return sum(self.tensor_times[t] for t in self.members[value])
 
 
-def quotient(s: Shrunk) -> Quotient:
+def symmetry(s: Shrunk) -> SymmetryClasses:
     f = s.fold
     graph = f.graph
 
@@ -66,7 +66,7 @@ def quotient(s: Shrunk) -> Quotient:
         tensors={n: t for n, t in graph.tensors.items() if f.tensor_rep[n] == n},
     )
     group, members = _groups(s)
-    return Quotient(graph, classes, f.rep, f.tensor_rep, group, members, s.times, s.tensor_times, f.stacks, s.segment, f.together)
+    return SymmetryClasses(graph, classes, f.rep, f.tensor_rep, group, members, s.times, s.tensor_times, f.stacks, s.segment, f.together)
 
 
 def _groups(s: Shrunk) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:

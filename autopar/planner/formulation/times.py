@@ -23,7 +23,9 @@ class Times:
         """Per strategy of its cluster, what all operators of a class (those of one segment) take of the accounts of `stage`."""
         return [_summed(found) for found in self.of_copies(op, stage, segment)]
 
-    def of_copies(self, op: Op, stage: int, segment: int | None = None, again: bool = False) -> list[list[tuple[int, dict[int, float]]]]:
+    def of_copies(
+        self, op: Op, stage: int, segment: int | None = None, recompute: bool = False
+    ) -> list[list[tuple[int, dict[int, float]]]]:
         """Per strategy and operator in the graph: of how many it is, and what one of them takes. Collectives inside them block."""
         chosen = self.clusters.clusters[self.clusters.of[op.name]].members[op.name]
         known: dict[OpStrategy, list[tuple[int, dict[int, float]]]] = {}
@@ -36,7 +38,7 @@ class Times:
                 if segment is not None and self.program.q.segment[copy.name] != segment:
                     continue
                 rule, split, spent = self.program.rules[copy.name], dict(strategy.split), defaultdict[int, float](float)
-                spent[account(stage, "compute")] += self.cost.op(copy, rule, split, want, made, again).seconds
+                spent[account(stage, "compute")] += self.cost.op(copy, rule, split, want, made, recompute).seconds
                 for kind, axes, sent in inside(copy, rule, split, want, self.mesh):
                     c = self.cost.collective(kind, axes, sent)
                     for resource in (c.link, "compute"):
@@ -44,7 +46,7 @@ class Times:
                 known[strategy].append((self.program.q.times[copy.name], spent))
         return [known[s] for s in chosen]
 
-    def again(self, op: Op, segment: int) -> tuple[tuple[dict[int, float], ...], tuple[dict[int, float], ...]]:
+    def recompute(self, op: Op, segment: int) -> tuple[tuple[dict[int, float], ...], tuple[dict[int, float], ...]]:
         """What it takes to run the operators of a class and segment again: all of them; and as many that take as little as any does. Of a share it is not said which
         of them run, and the first, fused with what is before the layers, may take ten times as long as another."""
         each = self.of_copies(op, 1, segment, True)

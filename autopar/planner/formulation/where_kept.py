@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from autopar.cost import Cost
 from autopar.planner.formulation.accounts import account
-from autopar.planner.formulation.setting import Setting
-from autopar.solver.problem import HOST, NVME, Fate
+from autopar.planner.formulation.training import TrainingConfig
+from autopar.solver.problem import HOST, NVME, Policy
 
 # Per medium, the links that its data crosses: (resource, direction).
 LINKS = {HOST: (("d2h", 0), ("h2d", 1)), NVME: (("d2h", 0), ("nvme_write", 0), ("nvme_read", 1), ("h2d", 1))}
 
 
-def fates(setting: Setting, cost: Cost, nbytes: dict[int, float], count: int) -> tuple[Fate, ...]:
+def policies(training: TrainingConfig, cost: Cost, nbytes: dict[int, float], count: int) -> tuple[Policy, ...]:
     """How a value may be kept. nbytes: of one tensor, per node at which it may be; count: how many tensors it is."""
-    found = [Fate(n) for n in nbytes]
-    for medium in setting.media:
+    found = [Policy(n) for n in nbytes]
+    for medium in training.media:
         for n, size in nbytes.items():
-            if size >= setting.least_bytes:
+            if size >= training.least_bytes:
                 times = {account(d, resource): count * cost.transfer_s(resource, size) for resource, d in LINKS[medium]}
-                found.append(Fate(n, medium, times))
+                found.append(Policy(n, medium, times))
     return tuple(found)

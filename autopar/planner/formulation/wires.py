@@ -14,10 +14,10 @@ from autopar.planner.formulation.accounts import account
 from autopar.planner.formulation.clusters import Clusters
 from autopar.planner.formulation.names import Names, moved
 from autopar.planner.formulation.program import Program
-from autopar.planner.formulation.setting import Setting
-from autopar.planner.formulation.where_kept import fates
+from autopar.planner.formulation.training import TrainingConfig
+from autopar.planner.formulation.where_kept import policies
 from autopar.rules.strategy import letter_at, right_of
-from autopar.solver.problem import Arc, End, Fate, Flow, Rerun, Value
+from autopar.solver.problem import Arc, End, Flow, Policy, Rerun, Value
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Wire:
     reads: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     overlaps: bool = False
     reduces: bool = False  # a gradient, which goes to its parameter's storage
-    fates: bool = False
+    policies: bool = False
 
     def node(self, p: Placement) -> int:
         return self.nodes.setdefault(p, len(self.nodes))
@@ -42,8 +42,8 @@ class Wire:
 class Wires:
     """All values of a program. names: told what the arcs' tensors are."""
 
-    def __init__(self, program: Program, clusters: Clusters, mesh: Mesh, cost: Cost, setting: Setting, names: Names) -> None:
-        self.program, self.clusters, self.mesh, self.cost, self.setting, self.names = program, clusters, mesh, cost, setting, names
+    def __init__(self, program: Program, clusters: Clusters, mesh: Mesh, cost: Cost, training: TrainingConfig, names: Names) -> None:
+        self.program, self.clusters, self.mesh, self.cost, self.training, self.names = program, clusters, mesh, cost, training, names
         self.all: dict[str, Wire] = {}
         self.renamed: dict[str, list[int]] = {}  # by value of which nodes were merged: what each became
         self.known_sent: dict[tuple[Placement, Placement, float], list[tuple[str, float]] | None] = {}
@@ -104,12 +104,12 @@ class Wires:
         demanded[1] |= {n for _, nodes in w.reads for n in nodes}
         supplied = {d: {n for end in w.supplies[d] for n in end.nodes} for d in (0, 1)}
         places = list(w.nodes)
-        ways: tuple[Fate, ...] = ()
-        if demanded[1] and not w.fates:
+        ways: tuple[Policy, ...] = ()
+        if demanded[1] and not w.policies:
             supplied[1] |= supplied[0]  # a view, made again where it was made
-        if w.fates and demanded[1]:
+        if w.policies and demanded[1]:
             keepable = sorted(n for n in supplied[0] | demanded[0] if not places[n].partial or n in demanded[1])
-            ways = fates(self.setting, self.cost, {n: w.nbytes * places[n].share(self.mesh) for n in keepable}, w.count)
+            ways = policies(self.training, self.cost, {n: w.nbytes * places[n].share(self.mesh) for n in keepable}, w.count)
             supplied[1] |= set(keepable) | supplied[0]
         forward = Flow(self.arcs(w, supplied[0], demanded[0] | {way.node for way in ways}, 0), tuple(w.supplies[0]), tuple(w.demands[0]))
         backward = None
@@ -170,7 +170,7 @@ class Wires:
 
     def times(self, sent: Sequence[tuple[str, float]], w: Wire, stage: int) -> dict[int, float]:
         out: dict[int, float] = {}
-        often = w.count / (self.setting.micro_batches if w.reduces else 1)
+        often = w.count / (self.training.micro_batches if w.reduces else 1)
         waits = self.cost.cluster.contention if w.overlaps else 1.0
         for link, seconds in sent:
             for resource, share in ((link, 1.0), ("compute", waits)):

@@ -24,4 +24,4 @@ def make_inputs():
     return (x1, x2), {}
 
 
-SETTINGS = [{'mesh': {'a': 2, 'tp': 2}, 'layout': 'random', 'seed': 843, 'again': 473}]
+SETTINGS = [{'mesh': {'a': 2, 'tp': 2}, 'layout': 'random', 'seed': 843, 'recompute': 473}]

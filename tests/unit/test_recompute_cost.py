@@ -7,7 +7,7 @@ import math
 import pytest
 
 from autopar.cost import Cost
-from autopar.cost.fusion import Looks
+from autopar.cost.fusion import Storages
 from autopar.cost.recompute import LEAST
 from autopar.graph.graph import Graph, Op, Tensor
 from autopar.graph.mesh import Mesh
@@ -15,8 +15,8 @@ from autopar.graph.placement import Placement
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Plan
 from autopar.rules import lookup
-from benchmarks.baselines.again import as_compiled
 from benchmarks.baselines.program import Program, capture_program
+from benchmarks.baselines.recompute import as_compiled
 from tests.models import ZOO
 
 H100 = Cluster.of("h100:1")
@@ -30,7 +30,7 @@ def seconds(p: Program, plan: Plan) -> float:
 
 def price(p: Program, op: Op) -> float:
     whole = tuple(None if t is None else Placement.of(t.shape) for t in op.outputs)
-    return p.cost.op(op, p.rules[op.name], {}, tuple(Placement.of(t.shape) for t in op.inputs), whole, again=True).seconds
+    return p.cost.op(op, p.rules[op.name], {}, tuple(Placement.of(t.shape) for t in op.inputs), whole, recompute=True).seconds
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
@@ -38,13 +38,13 @@ def test_what_is_made_again_alone(name: str) -> None:
     """Against the step in which all is kept but what lies between. Random numbers are not compared: the step draws them in many calls. (GPT-2's queries, keys and
     values are parts of one sum: each is charged a third of it, where one alone reads all.)"""
     p = capture_program(ZOO[name].build(2).train(), ZOO[name].inputs(4, 64), {"dp": 1}, H100, "ddp", "bfloat16")
-    looks, again = Looks(p.graph, p.rules), p.cost.halves.again
+    storages, again = Storages(p.graph, p.rules), p.cost.halves.recompute
     ops = {op.name: op for op in p.graph.ops}
     forward = {t.name for op in p.graph.ops if op.direction == "forward" for t in op.outputs if t is not None}
-    read = {looks.root.get(t.name, t.name) for op in p.graph.ops if op.direction == "backward" for t in op.inputs}
+    read = {storages.root.get(t.name, t.name) for op in p.graph.ops if op.direction == "backward" for t in op.inputs}
 
     def without(gone: set[str]) -> set[str]:
-        return {t for t in forward if looks.root.get(t, t) not in gone}
+        return {t for t in forward if storages.root.get(t, t) not in gone}
 
     between = {t.name for n in again for t in ops[n].outputs if t is not None and t.name not in read}
     base, seen, free, tried = seconds(p, p.keeping(without(between))), 0, 0, 0
@@ -91,10 +91,10 @@ def test_an_operand_of_a_sum_is_made_in_its_kernel() -> None:
         call("exp.default", "forward", e, X), call("mm.default", "forward", h, e, W),
         call("mul.Tensor", "backward", d, G, e), call("mm.default", "backward", tensor("dw"), d, W),
     )  # fmt: skip
-    again = cost_of(*ops).halves.again["e"]
+    again = cost_of(*ops).halves.recompute["e"]
     assert (again.moved, again.launches, again.stored) == (0.0, False, frozenset({"e"}))  # a product of forward may want it again too
     whole = Placement.of((1024, 64))
-    took = cost_of(*ops).op(ops[0], lookup(ops[0]), {}, (whole,), (whole,), again=True)
+    took = cost_of(*ops).op(ops[0], lookup(ops[0]), {}, (whole,), (whole,), recompute=True)
     assert took.bytes == pytest.approx(LEAST * 2 * X.nbytes)
 
 
@@ -104,7 +104,7 @@ def test_an_operand_of_a_product_is_read_and_written() -> None:
         call("exp.default", "forward", e, X), call("mm.default", "forward", h, e, W),
         call("mm.default", "backward", tensor("dw"), e, W),
     )  # fmt: skip
-    assert cost_of(*ops).halves.again["e"] == (2.0, True, frozenset({"e"}))
+    assert cost_of(*ops).halves.recompute["e"] == (2.0, True, frozenset({"e"}))
 
 
 def test_a_sum_of_what_backward_does_not_read_is_not_among_them() -> None:
@@ -114,8 +114,8 @@ def test_a_sum_of_what_backward_does_not_read_is_not_among_them() -> None:
         call("mm.default", "forward", h, X, W), call("add.Tensor", "forward", y, X, h), call("mm.default", "forward", n, y, W),
         call("mul.Tensor", "backward", d, G, y), call("mm.default", "backward", tensor("dw"), d, W),
     )  # fmt: skip
-    assert "y" not in cost_of(*ops).halves.again
+    assert "y" not in cost_of(*ops).halves.recompute
     # Unless forward has h in memory, and would write y for backward alone.
     alone = (*ops[:2], call("exp.default", "forward", tensor("z"), y), call("mm.default", "forward", n, tensor("z"), W), *ops[3:])
-    again = cost_of(*alone).halves.again["y"]
+    again = cost_of(*alone).halves.recompute["y"]
     assert again.moved == 0.0 and not again.launches

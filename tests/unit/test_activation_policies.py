@@ -16,7 +16,7 @@ from autopar.cost.compute import HEAVY
 from autopar.graph.graph import Op
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Plan
-from autopar.planner.formulation.setting import Setting
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.offload import Offload
 from autopar.planner.planning import plan_graph
 from autopar.rules import lookup
@@ -57,13 +57,13 @@ def _planned(width: int, budget: float, host_faster: float, least: bool = False)
     cluster = Cluster.of("h100:1x8")
     link = cluster.host.model_copy(update={"bandwidth_Bps": cluster.host.bandwidth_Bps * max(1.0, host_faster)})
     cluster = cluster.model_copy(update={"host": link})
-    setting = Setting(frozenset(program(width).graph.params), "float32", budget_bytes=budget)
+    training = TrainingConfig(frozenset(program(width).graph.params), "float32", budget_bytes=budget)
     if host_faster:
-        setting = Offload.of("host", cluster).within(setting, cluster)
-    return plan_graph(program(width), {"dp": 8}, cluster, setting, Limits(seconds=60), least=least).plan
+        training = Offload.of("host", cluster).within(training, cluster)
+    return plan_graph(program(width), {"dp": 8}, cluster, training, Limits(seconds=60), least=least).plan
 
 
-def made_again(width: int, plan: Plan) -> list[Op]:
+def recomputed_calls(width: int, plan: Plan) -> list[Op]:
     """Operators that run again; views cost nothing and are none."""
     ops = {op.name: op for op in program(width).graph.ops}
     found = [ops[n.partition("~")[0]] for n in plan.recompute]
@@ -79,23 +79,23 @@ def heavy(ops: list[Op]) -> Counter[str]:
 
 def saved_layer_inputs(width: int, plan: Plan) -> int:
     ops = {op.name: op for op in program(width).graph.ops}
-    kept = {t.split(".")[0].partition("~")[0] for t, fate in plan.activations.items() if fate == "save"}
+    kept = {t.split(".")[0].partition("~")[0] for t, policy in plan.activations.items() if policy == "save"}
     return sum(n in ops and ops[n].target == "aten.add.Tensor" and ops[n].module.rpartition(".")[2].isdigit() for n in kept)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_plenty_of_memory(width: int) -> None:
     """Nothing is made again, and nothing is sent away even over a fast link."""
-    assert not made_again(width, planned(width))
+    assert not recomputed_calls(width, planned(width))
     free = planned(width, host_faster=100.0)
-    assert not free.offload and not made_again(width, free)
+    assert not free.offload and not recomputed_calls(width, free)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_mild_pressure(width: int) -> None:
     """Norms and the product of SwiGLU; no matrix product and no attention. What layers hand on is kept."""
     plan = planned(width, 0.5)
-    ops = made_again(width, plan)
+    ops = recomputed_calls(width, plan)
     assert not heavy(ops)
     names = {op.module.rpartition(".")[2] for op in ops if op.target == "aten.mul.Tensor"}
     assert {"mlp", "post_attention_layernorm"} <= names
@@ -106,14 +106,14 @@ def test_mild_pressure(width: int) -> None:
 def test_the_last_product_is_never_made_again(width: int) -> None:
     """Nothing in backward reads the result of a layer's last product, whatever the pressure."""
     for plan in (planned(width, 0.5), planned(width, 0.15), least(width)):
-        assert not heavy(made_again(width, plan))["down_proj"]
+        assert not heavy(recomputed_calls(width, plan))["down_proj"]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_heavy_pressure(width: int) -> None:
     """The least memory there is: full recompute of layers, all their products but the last one, and attention. What layers hand on is kept."""
     plan = least(width)
-    again = heavy(made_again(width, plan))
+    again = heavy(recomputed_calls(width, plan))
     assert again.keys() >= COLUMNS | {"o_proj", "attention"}, again
     assert saved_layer_inputs(width, plan) >= 2
 
@@ -122,6 +122,6 @@ def test_heavy_pressure(width: int) -> None:
 def test_a_fast_host_link(width: int) -> None:
     """Under the pressure that has products made again, they are kept in host memory instead: faster, and no product runs twice."""
     without, plan = planned(width, 0.15), planned(width, 0.15, host_faster=8.0)
-    assert heavy(made_again(width, without))
-    assert plan.offload and not heavy(made_again(width, plan))
+    assert heavy(recomputed_calls(width, without))
+    assert plan.offload and not heavy(recomputed_calls(width, plan))
     assert plan.predicted["step_time_s"] < without.predicted["step_time_s"]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from autopar.capture import forked as fork
+from autopar.capture import in_subprocess as in_subprocess
 from autopar.errors import AutoparError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a command forks on Linux only")
@@ -23,7 +23,7 @@ HERE = os.getpid()
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(in_subprocess, "PATIENCE_S", 60.0)
 
 
 def in_the_copy(do: Callable[[], Any]) -> Callable[[], str]:
@@ -34,7 +34,7 @@ def in_the_copy(do: Callable[[], Any]) -> Callable[[], str]:
 
 
 def test_one_of_two_runs_in_a_copy() -> None:
-    first, second = fork.both(lambda: (os.getpid(), "a"), lambda: (os.getpid(), "b"))
+    first, second = in_subprocess.beside(lambda: (os.getpid(), "a"), lambda: (os.getpid(), "b"))
     assert first[0] != second[0] == HERE and (first[1], second[1]) == ("a", "b")
     assert not multiprocessing.active_children()
 
@@ -51,18 +51,18 @@ def test_one_of_two_runs_in_a_copy() -> None:
     ],
 )
 def test_a_copy_that_ends_otherwise(do: Callable[[], Any], capfd: pytest.CaptureFixture[str]) -> None:
-    assert fork.both(in_the_copy(do), lambda: 1) == ("found here", 1)
+    assert in_subprocess.beside(in_the_copy(do), lambda: 1) == ("found here", 1)
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_copy_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork, "PATIENCE_S", 0.1)
-    assert fork.both(in_the_copy(lambda: time.sleep(60)), lambda: 1) == ("found here", 1)
+    monkeypatch.setattr(in_subprocess, "PATIENCE_S", 0.1)
+    assert in_subprocess.beside(in_the_copy(lambda: time.sleep(60)), lambda: 1) == ("found here", 1)
     assert not multiprocessing.active_children()
 
 
 def test_what_does_not_pickle() -> None:
-    first, _ = fork.both(lambda: lambda: HERE, lambda: 1)
+    first, _ = in_subprocess.beside(lambda: lambda: HERE, lambda: 1)
     assert first() == HERE
 
 
@@ -75,12 +75,12 @@ def test_errors_are_those_of_one_after_the_other() -> None:
 
     for first, second, said in ((bad("1"), lambda: 2, "1"), (lambda: 1, bad("2"), "2"), (bad("1"), bad("2"), "1")):
         with pytest.raises(AutoparError) as e:
-            fork.both(first, second)
+            in_subprocess.beside(first, second)
         assert (e.value.what, e.value.where, e.value.fix) == (said, "there", "do")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who is started in the background ignores it
     try:
         with pytest.raises(KeyboardInterrupt):
-            fork.both(lambda: time.sleep(60), lambda: signal.raise_signal(signal.SIGINT))
+            in_subprocess.beside(lambda: time.sleep(60), lambda: signal.raise_signal(signal.SIGINT))
     finally:
         signal.signal(signal.SIGINT, before)
     assert not multiprocessing.active_children()
@@ -99,13 +99,13 @@ def test_the_copy_ends_with_its_command(tmp_path: Path, number: signal.Signals) 
     script = tmp_path / "command.py"
     script.write_text(
         "import os, pathlib, sys, time\n"
-        "from autopar.capture import forked as fork\n"
+        "from autopar.capture import in_subprocess\n"
         "from autopar.cli import main as cli\n"
         "def copy():\n"
         f"    pathlib.Path({str(pid)!r}).write_text(str(os.getpid()))\n"
         "    print('begun', file=sys.__stderr__, flush=True)\n"
         "    time.sleep(60)\n"
-        "cli.app.command('wait')(lambda: print(fork.both(copy, lambda: time.sleep(60))))\n"
+        "cli.app.command('wait')(lambda: print(in_subprocess.beside(copy, lambda: time.sleep(60))))\n"
         "sys.argv = ['autopar', 'wait']\n"
         "cli.main()\n"
     )
@@ -123,7 +123,7 @@ def test_the_copy_ends_with_its_command(tmp_path: Path, number: signal.Signals) 
 def test_a_signal_to_the_copy_is_none_to_its_command() -> None:
     script = (
         "import os, signal, sys, time\n"
-        "from autopar.capture import forked as fork\n"
+        "from autopar.capture import in_subprocess\n"
         "from autopar.cli import main as cli\n"
         "here = os.getpid()\n"
         "def copy():\n"
@@ -131,7 +131,7 @@ def test_a_signal_to_the_copy_is_none_to_its_command() -> None:
         "        os.kill(os.getpid(), signal.SIGINT)\n"
         "        time.sleep(60)\n"
         "    return 'found here'\n"
-        "cli.app.command('wait')(lambda: print(fork.both(copy, lambda: time.sleep(1))))\n"
+        "cli.app.command('wait')(lambda: print(in_subprocess.beside(copy, lambda: time.sleep(1))))\n"
         "sys.argv = ['autopar', 'wait']\n"
         "cli.main()\n"
     )

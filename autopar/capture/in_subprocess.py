@@ -25,12 +25,12 @@ B = TypeVar("B")
 PATIENCE_S = 10.0  # beside as long again as the other half took: after that the copy is taken to hang
 
 
-def useful() -> bool:
+def is_worthwhile() -> bool:
     """Whether a copy would have a core of its own. Elsewhere than on Linux the system's own libraries start threads."""
     return sys.platform == "linux" and len(os.sched_getaffinity(0)) > 1
 
 
-def both(first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
+def beside(first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
     """`first()` and `second()`, and the errors of calling them in this order. `first` runs in the copy: its result must pickle."""
     began = time.monotonic()
     with _copy(first) as answer:

@@ -9,7 +9,7 @@ from autopar.cost.model import ADAMW_BYTES
 
 
 @dataclass(frozen=True)
-class Setting:
+class TrainingConfig:
     """trainable: parameters with gradients. reduce: dtype gradients are reduced in ("" : their own). Of the optimizer, per parameter element:
     state_bytes, step_bytes (what lives during its step alone) and traffic_bytes (to and from memory; `autopar.cost.optimizers.KINDS`).
     master_bytes: bytes of a stored parameter element. micro_batches: calls for one step of the optimizer; gradients are reduced in the last of them,
@@ -35,6 +35,6 @@ class Setting:
     counts: bool = True
 
 
-def optimizer_s(cost: Cost, setting: Setting, elements: float) -> float:
+def optimizer_s(cost: Cost, training: TrainingConfig, elements: float) -> float:
     """A call's share of the optimizer's step on `elements` of parameters."""
-    return cost.optimizer_s(elements, setting.traffic_bytes) / setting.micro_batches
+    return cost.optimizer_s(elements, training.traffic_bytes) / training.micro_batches
