@@ -39,7 +39,7 @@ def refuse_unfilled(axes: Mapping[str, int], cluster: Cluster) -> None:
         known = [f"{n}x{cluster.size // n}" for n in (cluster.nodes, 2, 4) if n > 1 and cluster.size % n == 0 and n < cluster.size]
         shapes = list(dict.fromkeys([*known, str(cluster.size)]))[:SHOWN]
         raise MeshError(
-            f"the mesh {said(axes)} has {size} devices, {cluster.name} has {cluster.size}",
+            f"the mesh {said(axes)} has {size} devices, not the {cluster.size} of {cluster.name}",
             where="mesh",
             fix=f"make the product of its sizes {cluster.size}, as {' or '.join(shapes)}; or plan for a cluster of {size} devices",
         )

@@ -43,7 +43,7 @@ def inputs(batch: int, width: int = 256) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("mesh", ["7x9", "5x13", {"dp": 63}])
 def test_a_mesh_that_has_not_the_clusters_devices_is_refused(mesh: str | dict[str, int]) -> None:
-    with pytest.raises(MeshError, match=r"has 6[35] devices, h100:8x8 has 64") as e:
+    with pytest.raises(MeshError, match=r"has 6[35] devices, not the 64 of h100:8x8") as e:
         autopar.plan(Two(), inputs(64), "h100:8x8", mesh)
     assert "8x8" in e.value.fix
 
@@ -57,7 +57,7 @@ def test_it_is_refused_before_torch_is_imported() -> None:
         "cli.main()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "False\n") and "has 63 devices, h100:8x8 has 64" in done.stderr
+    assert (done.returncode, done.stdout) == (2, "False\n") and "has 63 devices, not the 64 of h100:8x8" in done.stderr
 
 
 def test_a_batch_that_cannot_be_split_is_what_is_wrong() -> None:
