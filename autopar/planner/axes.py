@@ -33,7 +33,7 @@ def mesh_axes(mesh: str | Mapping[str, int] | None, cluster: Cluster) -> dict[st
 
 
 def refuse_unfilled(axes: Mapping[str, int], cluster: Cluster) -> None:
-    """A plan is for all devices of its cluster: fewer would idle, more are not there."""
+    """For who names a cluster and a mesh on the command line: devices that idle, or are not there, are a slip there. A program may plan for a part of a cluster."""
     size = math.prod(axes.values())
     if size != cluster.size:
         known = [f"{n}x{cluster.size // n}" for n in (cluster.nodes, 2, 4) if n > 1 and cluster.size % n == 0 and n < cluster.size]

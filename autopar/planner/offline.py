@@ -26,7 +26,7 @@ from autopar.errors import AutoparError, CaptureError
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Plan
-from autopar.planner.axes import mesh_axes, refuse_unfilled
+from autopar.planner.axes import mesh_axes
 from autopar.planner.explain import Explanation, explain_graph
 from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.frontier import Frontier, frontier_graph
@@ -84,7 +84,6 @@ def plan(
     Raises InfeasibleError when nothing fits, CaptureError, MeshError, ClusterError, LayoutError.
     """
     on_progress = _Stages(progress)
-    refuse_unfilled(mesh_axes(mesh, where := Cluster.of(cluster)), where)
     t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, on_progress, in_subprocess)
     limits = Limits(**(options or {}))  # type: ignore[arg-type]
     least = Memory.of(memory).least
@@ -127,7 +126,6 @@ def frontier(
         raise AutoparError(
             "a frontier ends at the least memory anyway", fix="leave memory= out, or give the most bytes that a plan may need"
         )
-    refuse_unfilled(mesh_axes(mesh, where := Cluster.of(cluster)), where)
     t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, on_progress, in_subprocess)
     most = math.inf if request.budget_bytes is None else request.budget_bytes
     found = _frontier(t, points, Limits(**(options or {})), on_progress, layout, most)  # type: ignore[arg-type]
@@ -160,7 +158,6 @@ def explain(
     "tp:out" (a loop, as `print(plan)` or the operator's rule names it), "Shard(1) over tp" (a dim of the result or of the parameter) or "Replicate over dp".
     """
     on_progress = _Stages(progress)
-    refuse_unfilled(mesh_axes(mesh, where := Cluster.of(cluster)), where)
     t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, on_progress, in_subprocess)
     limits = Limits(**(options or {}))  # type: ignore[arg-type]
     training = t.training

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 import autopar
 from autopar.cli.main import app
 from autopar.errors import LayoutError, MeshError
-from autopar.planner.axes import better_batches, divides_poorly
+from autopar.hardware.cluster import Cluster
+from autopar.planner.axes import better_batches, divides_poorly, refuse_unfilled
 from autopar.planner.infeasible import InfeasibleError
 
 
@@ -41,11 +42,12 @@ def inputs(batch: int, width: int = 256) -> dict[str, torch.Tensor]:
     return {"x": torch.empty(batch, width, device="meta")}
 
 
-@pytest.mark.parametrize("mesh", ["7x9", "5x13", {"dp": 63}])
-def test_a_mesh_that_has_not_the_clusters_devices_is_refused(mesh: str | dict[str, int]) -> None:
-    with pytest.raises(MeshError, match=r"has 6[35] devices, not the 64 of h100:8x8") as e:
-        autopar.plan(Two(), inputs(64), "h100:8x8", mesh)
+@pytest.mark.parametrize("axes", [{"dp": 7, "tp": 9}, {"dp": 5, "tp": 13}, {"dp": 128}])
+def test_a_mesh_that_has_not_the_clusters_devices_is_refused(axes: dict[str, int]) -> None:
+    with pytest.raises(MeshError, match=r"has (63|65|128) devices, not the 64 of h100:8x8") as e:
+        refuse_unfilled(axes, Cluster.of("h100:8x8"))
     assert "8x8" in e.value.fix
+    refuse_unfilled({"a": 2, "b": 32}, Cluster.of("h100:8x8"))
 
 
 def test_it_is_refused_before_torch_is_imported() -> None:
