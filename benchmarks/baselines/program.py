@@ -170,7 +170,7 @@ class Program:
         return price(parts, plan, self.graph, self.cost, self.training, PREFIX)
 
     def point(self, plan: Plan, fusion: str = "planned", ours: bool = False) -> Point:
-        """fusion: "planned", as the integer program knows it, or "compiled", as it is in the graphs that run (`again.py`); ours: as our passes make these."""
+        """fusion: "planned", as the integer program knows it, or "compiled", as it is in the graphs that run (`recompute.py`); ours: as our passes make these."""
         parts = self.parts(plan, ours and fusion == "compiled")
         priced = self.price(plan, parts)
         seconds = {c.node: (c.resource, c.seconds) for c in priced.charges}

@@ -23,6 +23,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.schema import canonical, dumps
 from autopar.planner import offline
 from autopar.planner.infeasible import InfeasibleError
+from tests.wide import wide
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1024}
 
@@ -91,6 +92,7 @@ def test_stages_last_as_long_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> No
     assert sum(stages) == pytest.approx(time.perf_counter() - start, abs=0.2)
 
 
+@wide
 def test_captures_at_once_give_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     here: list[int] = []
     real = offline.capture
