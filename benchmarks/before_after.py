@@ -68,6 +68,7 @@ def compared(case: str, trees: dict[str, Path], seq: int, seconds: float, rounds
     before, after = plans["before"], plans["after"]
     added = sorted(after.keys() - before.keys())  # what files of before do not say cannot differ
     after = {k: v for k, v in after.items() if k not in added}
+    after["predicted"] = {k: v for k, v in after["predicted"].items() if k in before["predicted"]}
     stopped = [p["solver"].pop("stopped_by") for p in (before, after)]
     for p in (before, after):
         p["solver"].pop("seconds", None)
