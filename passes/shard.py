@@ -461,7 +461,7 @@ class _Sharder:
 
     def results(self) -> list[tuple[Role, Any]]:
         """What the captured graph gives, by role."""
-        return list(zip(self.captured.outputs, self.captured.gm.graph.output_node().args[0], strict=True))  # type: ignore[arg-type]
+        return list(zip(self.captured.outputs, _torch.results_of(self.captured.gm.graph), strict=True))
 
     def given_at(self, role: Role, node: fx.Node) -> Placement:
         if role.kind == "output":

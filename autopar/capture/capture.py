@@ -73,7 +73,8 @@ class Call:
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         leaves, spec = _torch.pytree.tree_flatten_with_path((args, dict(kwargs)))
-        tensors, constants, positions, paths = [], [], [], []
+        tensors, positions, paths = [], [], []
+        constants: list[Any] = []
         for i, (path, leaf) in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 tensors.append(leaf)
@@ -296,7 +297,7 @@ def capture(
     plain_windows(gm, mode)
     merge_equal(gm)
     settle_tags(gm)
-    results = gm.graph.output_node().args[0]
+    results = _torch.results_of(gm.graph)
     constants = {r.index: v for r, v in zip(roles_out, results, strict=True) if r.kind == "output" and not isinstance(v, fx.Node)}
     return Captured(gm, roles_in, roles_out, spec, is_loss, mode, shapes, constants, notes)
 

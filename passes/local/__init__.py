@@ -49,6 +49,12 @@ def operator(target: str) -> Callable[..., Any]:
     return functools.reduce(getattr, target.split("."), torch.ops)  # type: ignore[return-value]
 
 
+def one_tensor(result: Any) -> torch.Tensor:
+    """The tensor that an operator returned; torch does not say which of its operators return one."""
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
 def apply(ctx: Local, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs `ctx.op` (whose operator is `fn`) on local tensors, giving local outputs."""
     from autopar.passes.local.sizes import SIZE_ARG
