@@ -95,6 +95,8 @@ def _device_mesh(mesh: DeviceMesh | tuple[int, ...] | Mapping[str, int] | None) 
         else:
             dist.init_process_group("gloo" if not torch.cuda.is_available() else None, store=dist.HashStore(), rank=0, world_size=1)
     world = dist.get_world_size()
+    sizes: tuple[int, ...]
+    names: tuple[str, ...]
     if mesh is None:
         sizes, names = (world,), ("dp",)
     elif isinstance(mesh, Mapping):

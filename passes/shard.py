@@ -35,8 +35,7 @@ from autopar.passes.lay_out import COPIED, copying
 from autopar.passes.local.context import Local
 from autopar.passes.local.sizes import SIZE_ARG
 from autopar.passes.redistribute import run_step
-from autopar.plan.decisions import CollectiveUse, ParamChoice
-from autopar.plan.plan import Plan
+from autopar.plan.decisions import CollectiveUse, Decisions, ParamChoice
 from autopar.rules import lookup
 from autopar.rules.strategy import placements
 from autopar.tensors.memory_format import FORMATS, Order, contiguous, lies_in, order_of, strides_of
@@ -80,12 +79,12 @@ def group_names(gm: fx.GraphModule, prefix: str) -> list[tuple[str, ...]]:
     return sorted(tuple(n[len(prefix) + 1 :].split("+")) for n in names)
 
 
-def shard(captured: Captured, graph: Graph, plan: Plan, options: Options) -> Sharded:
+def shard(captured: Captured, graph: Graph, plan: Decisions, options: Options) -> Sharded:
     return _Sharder(captured, graph, plan, options).run()
 
 
 class _Sharder:
-    def __init__(self, captured: Captured, graph: Graph, plan: Plan, options: Options) -> None:
+    def __init__(self, captured: Captured, graph: Graph, plan: Decisions, options: Options) -> None:
         self.captured, self.graph, self.plan, self.options = captured, graph, plan, options
         self.mesh: Mesh = plan.mesh
         self.offloaded = plan.offload
@@ -228,7 +227,9 @@ class _Sharder:
             at = dict(zip(step.axes, cs, strict=False))
             return run_step(x, step, self.mesh, at.__getitem__, lambda axes: group_name(self.options.group_prefix, axes))
 
-        return self.trace(fn, [node, *coords], ("step", step))
+        made = self.trace(fn, [node, *coords], ("step", step))
+        assert isinstance(made, fx.Node)
+        return made
 
     # ---- ops -------------------------------------------------------------------------------------------------
 
@@ -322,6 +323,7 @@ class _Sharder:
         if is_random and op.direction == "forward":
             self.random_ops += 1
         target = node.target
+        assert callable(target)
         extra = [*self.coordinates.values(), self.seed]
         n = len(operands)
 
@@ -451,12 +453,14 @@ class _Sharder:
                     self.param_entry(*pending.pop(t.name))
             self.op(node, op)
             self.current = "output"
-            for t in op.outputs if op.direction == "forward" else ():
-                if t is not None and t.name in given:
-                    self.get(t.name, given[t.name])  # here and not at the end: made for backward first, it would be no result of forward
-            for t in op.outputs:
-                for p in grad_of.get(t.name, ()) if t is not None else ():
-                    self.finish_grad(p, t.name)
+            for out in op.outputs if op.direction == "forward" else ():
+                if out is not None and out.name in given:
+                    self.get(
+                        out.name, given[out.name]
+                    )  # here and not at the end: made for backward first, it would be no result of forward
+            for out in op.outputs:
+                for p in grad_of.get(out.name, ()) if out is not None else ():
+                    self.finish_grad(p, out.name)
         return self.outputs()
 
     def results(self) -> list[tuple[Role, Any]]:
@@ -495,7 +499,7 @@ class _Sharder:
         return Sharded(gm, tuple(self.in_roles), tuple(roles), tuple(self.collectives), self.mode)
 
 
-def unreduced_grads(captured: Captured, graph: Graph, plan: Plan, options: Options) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def unreduced_grads(captured: Captured, graph: Graph, plan: Decisions, options: Options) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Local shape and dtype of every gradient before its reduction: what `no_sync` accumulates."""
     out = {}
     by_name = {o.name: o for o in graph.ops}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._python_dispatch
 import torch.utils._pytree
 
 from autopar.tensors.memory_format import order_of, strides_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 collectives = torch.ops._c10d_functional  # issued and awaited by separate ops, which a graph can hold
 
@@ -42,10 +45,12 @@ def new_group(ranks: list[int], name: str, timeout: Any) -> Any:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_timeout, _new_process_group_helper, _world
 
-    backend, store = _world.pg_map[dist.group.WORLD]
+    world = dist.group.WORLD
+    assert world is not None
+    backend, store = _world.pg_map[world]
     backend = dist.Backend(backend)
     timeout = _get_default_timeout(backend) if timeout is None else timeout
-    device = dist.group.WORLD.bound_device_id  # type: ignore[union-attr]
+    device = world.bound_device_id
     made, _ = _new_process_group_helper(
         len(ranks), ranks.index(dist.get_rank()), ranks, backend, store, name, timeout=timeout, device_id=device
     )
@@ -112,10 +117,12 @@ def unalias_process_groups() -> None:
 
 def local_tensor(t: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor itself (not a view that autograd tracks)."""
-    return t._local_tensor  # type: ignore[attr-defined]
+    of: Any = t
+    local: torch.Tensor = of._local_tensor
+    return local
 
 
-def dtensor(local: torch.Tensor, mesh: Any, placements: Any, shape: tuple[int, ...], order: tuple[int, ...] | None = None) -> Any:
+def dtensor(local: torch.Tensor, mesh: Any, placements: Any, shape: tuple[int, ...], order: tuple[int, ...] | None = None) -> DTensor:
     """A DTensor of global `shape` from a local shard, without communication. order: its format, by default the shard's."""
     from torch.distributed.tensor import DTensor
 
@@ -128,7 +135,8 @@ def default_timeout(device_type: str) -> Any:
     import torch.distributed as dist
 
     try:
-        return dist.group.WORLD._get_backend(torch.device(device_type)).options._timeout  # type: ignore[union-attr]
+        world: Any = dist.group.WORLD
+        return world._get_backend(torch.device(device_type)).options._timeout
     except (AttributeError, RuntimeError):
         return None
 

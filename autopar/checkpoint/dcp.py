@@ -71,12 +71,14 @@ def _save(place: Place, model: nn.Module, optimizer: Optimizer | None, step: int
     if optimizer is not None:
         tensors.update(_optimizer_tensors(model, optimizer))
 
+    rng_state = getattr(model, "rng_state", None)  # a compiled model's
+
     def describe() -> dict[str, Any]:
-        manifest = {
+        manifest: dict[str, Any] = {
             "format": FORMAT,
             "step": step,
             "extra": extra,
-            "rng": model.rng_state() if hasattr(model, "rng_state") else None,
+            "rng": None if rng_state is None else rng_state(),
             "optimizer": None if optimizer is None else type(optimizer).__name__,
             "groups": [] if optimizer is None else _groups(model, optimizer),
             "numbers": {} if optimizer is None else _optimizer_numbers(model, optimizer),
@@ -180,8 +182,9 @@ def _load(place: Place, model: nn.Module, optimizer: Optimizer | None) -> dict[s
         dcp.load(tensors, checkpoint_id=data.id, storage_reader=_torch.restricted_reader(data.id), no_dist=not dist.is_initialized())
         if optimizer is not None:
             _load_groups(optimizer, manifest["groups"])
-        if manifest["rng"] and hasattr(model, "load_rng_state"):
-            model.load_rng_state(manifest["rng"])
+        load_rng_state = getattr(model, "load_rng_state", None)
+        if manifest["rng"] and load_rng_state is not None:
+            load_rng_state(manifest["rng"])
 
     _meet()
     manifest, data = together(check, place)
@@ -315,7 +318,7 @@ def _read_manifest(place: Place) -> dict[str, Any]:
         raise CheckpointError("the checkpoint is incomplete: its manifest, which is written last, is missing", where=file, fix=EARLIER)
     try:
         with place.open(MANIFEST) as f:
-            manifest = json.loads(f.read())
+            manifest: dict[str, Any] = json.loads(f.read())
         found = manifest["format"]
         if found in (FLAT, FORMAT):
             assert found == FLAT or DATA.fullmatch(manifest["data"])

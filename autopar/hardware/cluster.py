@@ -82,7 +82,9 @@ class Cluster(Model):
     @staticmethod
     def detect() -> Cluster:
         """This machine: its device, as many as torch.distributed or its environment variables say there are processes."""
-        return import_module(_DETECTOR).detect()  # type: ignore[no-any-return]
+        found = import_module(_DETECTOR).detect()
+        assert isinstance(found, Cluster)
+        return found
 
     @staticmethod
     def of(x: Cluster | str | Path) -> Cluster:

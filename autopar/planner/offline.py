@@ -35,7 +35,7 @@ from autopar.planner.offload import Offload
 from autopar.planner.planning import plan_graph, within
 from autopar.planner.precision import Precision
 from autopar.planner.refit import modules_of, served
-from autopar.planner.request import training_config
+from autopar.planner.request import limits_of, training_config
 from autopar.planner.stages import WHOLE_AXES, Found
 from autopar.solver.fold import Folded, fold
 from autopar.solver.solve import Limits
@@ -83,7 +83,7 @@ def plan(
     """
     on_progress = _Stages(progress)
     t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, on_progress, in_subprocess)
-    limits = Limits(**(options or {}))  # type: ignore[arg-type]
+    limits = limits_of(options)
     least = Memory.of(memory).least
     planned = plan_graph(t.folded, t.mesh_axes, t.cluster, t.training, limits, on_progress, layout, least)
     made = _of_the_whole(planned.plan, t.folded, model)
@@ -126,7 +126,7 @@ def frontier(
         )
     t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, on_progress, in_subprocess)
     most = math.inf if request.budget_bytes is None else request.budget_bytes
-    found = _frontier(t, points, Limits(**(options or {})), on_progress, layout, most)  # type: ignore[arg-type]
+    found = _frontier(t, points, limits_of(options), on_progress, layout, most)
     on_progress.rest()
     return found
 
@@ -157,7 +157,7 @@ def explain(
     """
     on_progress = _Stages(progress)
     t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, on_progress, in_subprocess)
-    limits = Limits(**(options or {}))  # type: ignore[arg-type]
+    limits = limits_of(options)
     training = t.training
     if Memory.of(memory).least:
         training = within(training, plan_graph(t.folded, t.mesh_axes, t.cluster, training, limits, on_progress, layout, True).plan)

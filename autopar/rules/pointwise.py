@@ -6,6 +6,8 @@ Partial(sum) may pass through and be reduced later, or never.
 
 from __future__ import annotations
 
+from functools import partial
+
 from autopar.graph.graph import Op, Tensor
 from autopar.rules import rule
 from autopar.rules.grammar import Line
@@ -66,9 +68,9 @@ def _target(name: str) -> str:
 
 rule(*map(_target, (_UNARY + _BINARY).split()))(broadcast)
 for _name, _sets in _LINEAR.items():
-    rule(_target(_name))(lambda op, sets=_sets: broadcast(op, sets))  # type: ignore[misc]
+    rule(_target(_name))(partial(broadcast, linear=_sets))
 for _name, _sets in _COPY.items():
-    rule(_target(_name))(lambda op, sets=_sets: broadcast(op, sets, "view"))  # type: ignore[misc]
+    rule(_target(_name))(partial(broadcast, linear=_sets, kind="view"))
 
 
 @rule("aten._to_copy.default", "prims.convert_element_type.default")

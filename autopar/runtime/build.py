@@ -42,9 +42,9 @@ from autopar.planner.precision import Precision
 from autopar.planner.propagate import propagate
 from autopar.planner.request import PlanRequest, asked, decide, following, refuse_other_mesh, training_config
 from autopar.planner.storage import param_choice
+from autopar.runtime.compile_cache import CompileOnce
 from autopar.runtime.init import distribute, materialize
 from autopar.runtime.inputs import InputReader
-from autopar.runtime.lower import CompileOnce
 from autopar.runtime.pipeline import Seen, Settings, seen
 from autopar.runtime.step import Step
 from autopar.solver.fold import Folded
@@ -168,7 +168,9 @@ class Builder:
             grad = p.grad
             p.grad = None
             with torch.no_grad():
-                there = p.detach().redistribute(self.device_mesh, want)
+                here = p.detach()
+                assert isinstance(here, DTensor)
+                there = here.redistribute(self.device_mesh, want)
                 local = laid(_torch.local_tensor(there), order_of(p))  # which a redistribution of DTensor's leaves contiguous
                 there = _torch.dtensor(local, self.device_mesh, want, tuple(p.shape), order_of(p))
                 moved = nn.Parameter(there, requires_grad=p.requires_grad)

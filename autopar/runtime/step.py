@@ -64,7 +64,10 @@ class Step:
         """Shape and dtype of the tangent of output `index`."""
         assert self.base.backward is not None
         places = [n for n in self.base.backward.graph.nodes if n.op == "placeholder"][len(self.base.saved) :]
-        return next(n.meta["val"] for r, n in zip(self.base.backward_inputs, places, strict=True) if r == Role("tangent", "", index))
+        like: torch.Tensor = next(
+            n.meta["val"] for r, n in zip(self.base.backward_inputs, places, strict=True) if r == Role("tangent", "", index)
+        )
+        return like
 
     @property
     def stats(self) -> dict[str, Any]:

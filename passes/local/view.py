@@ -99,7 +99,9 @@ def _roll(ctx: Local, x: torch.Tensor, shifts: Any, dims: Any = ()) -> torch.Ten
     if not dims:
         return one_tensor(torch.ops.aten.roll(x, shifts, dims))
     shifts = shifts if isinstance(shifts, (list, tuple)) else [shifts]
-    return one_tensor(torch.ops.aten.roll(x, [_scaled(ctx.inputs[0], ctx, d % x.dim(), s) for d, s in zip(dims, shifts, strict=True)], dims))
+    return one_tensor(
+        torch.ops.aten.roll(x, [_scaled(ctx.inputs[0], ctx, d % x.dim(), s) for d, s in zip(dims, shifts, strict=True)], dims)
+    )
 
 
 def place(ctx: Local, placement: Placement, dim: int, index: int) -> tuple[torch.Tensor | None, int]:

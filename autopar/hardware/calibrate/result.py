@@ -52,10 +52,12 @@ class Calibration:
             unit = "B/s" if k.of in MEMORY_BOUND else "FLOP/s"
             slow, fast = (k.amounts[i] / k.seconds[i] for i in (0, -1))
             lines.append(f"  {what:<42}{slow:>12.4g} .. {fast:.4g} {unit}, {len(k.amounts)} points, +- {100 * max(k.relative_sd):.1f} %")
-        for k in c.curves:
-            what = f"{k.kind} among {k.ranks}" + (f" on {k.nodes} nodes" if k.nodes > 1 else "")
-            span = f"{k.amounts[0]:.3g} .. {k.amounts[-1]:.3g} bytes sent"
-            lines.append(f"  {what:<42}{k.seconds[0]:>12.4g} .. {k.seconds[-1]:.4g} s, {span}, +- {100 * max(k.relative_sd):.1f} %")
+        for wire in c.curves:
+            what = f"{wire.kind} among {wire.ranks}" + (f" on {wire.nodes} nodes" if wire.nodes > 1 else "")
+            span = f"{wire.amounts[0]:.3g} .. {wire.amounts[-1]:.3g} bytes sent"
+            lines.append(
+                f"  {what:<42}{wire.seconds[0]:>12.4g} .. {wire.seconds[-1]:.4g} s, {span}, +- {100 * max(wire.relative_sd):.1f} %"
+            )
         return "\n".join(lines)
 
     def save(self, path: Path) -> None:
@@ -79,7 +81,8 @@ def calibration(m: Measured) -> Calibration:
     device = _device(m, samples, base.device, known, fitted, besides)
     links = {where: _link(samples, base, where, known, fitted) for where in ("intra", "inter")}
     host = _copy(samples, "host", base.host, "host", fitted)
-    disk = Nvme(**{k: _copy(samples, f"nvme_{k}", None, f"nvme.{k}", fitted) for k in ("read", "write")})
+    read, write = (_copy(samples, f"nvme_{k}", None, f"nvme.{k}", fitted) for k in ("read", "write"))
+    disk = Nvme(read=read, write=write)
     contention = 0.0
     if m.contention:
         seen = np.clip(m.contention, 0.0, 1.0)
