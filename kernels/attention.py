@@ -22,7 +22,6 @@ by name.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -154,20 +153,22 @@ def _fused_backward(
     scale: float, bias_grad: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     lse = lse.masked_fill(lse == -math.inf, math.inf)  # p = 0
-    backward: Callable[..., tuple[Tensor, ...]]
+    found: tuple[Tensor, ...]
     if kernel == "cpu":
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return backward(grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale)
+        found = backward(grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale)
+        return found
     if kernel == "flash":
         unused = torch.zeros(2, dtype=torch.int64, device=q.device).view(torch.uint64)  # state of the dropout that is none
         backward = aten._scaled_dot_product_flash_attention_backward
-        return backward(grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, is_causal, unused, unused, scale=scale)
+        found = backward(grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, is_causal, unused, unused, scale=scale)
+        return found
     unused = torch.zeros((), dtype=torch.int64, device=q.device)
-    backward = aten._scaled_dot_product_efficient_attention_backward
-    return backward(
+    found = aten._scaled_dot_product_efficient_attention_backward(
         grad, q, k, v, _aligned(mask, q, k), out, F.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=math.inf), unused, unused,
         0.0, [True, True, True, bias_grad], is_causal, scale=scale,
     )  # fmt: skip
+    return found
 
 
 # ---- the ops -------------------------------------------------------------------------------------------------------

@@ -276,7 +276,7 @@ class _Sharder:
                 return {k: operand(v) for k, v in x.items()}
             return device if isinstance(x, torch.device) else x
 
-        return operand(tuple(node.args)), operand(dict(node.kwargs))
+        return operand(tuple(node.args)), {k: operand(v) for k, v in node.kwargs.items()}
 
     def emitted(self, node: fx.Node, op: Op, rule: Any, strategy: Any, want: Any, made: Any, operands: list[fx.Node]) -> Any:
         """What `op` gives on local operands."""
@@ -299,8 +299,8 @@ class _Sharder:
         for i, order in orders(target, values):
             if not lies_in(values[i], order):
                 copy = args[i]
-                for call, *more in copying(order):
-                    copy = self.call(call, (copy, *more[0]), more[1])
+                for call, rest, named in copying(order):
+                    copy = self.call(call, (copy, *rest), named)
                     copy.meta[COPIED] = call is torch.ops.aten.clone.default
                 made[args[i]] = copy
         return [made.get(n, n) for n in operands]
@@ -453,14 +453,13 @@ class _Sharder:
                     self.param_entry(*pending.pop(t.name))
             self.op(node, op)
             self.current = "output"
-            for out in op.outputs if op.direction == "forward" else ():
-                if out is not None and out.name in given:
-                    self.get(
-                        out.name, given[out.name]
-                    )  # here and not at the end: made for backward first, it would be no result of forward
-            for out in op.outputs:
-                for p in grad_of.get(out.name, ()) if out is not None else ():
-                    self.finish_grad(p, out.name)
+            made = [t.name for t in op.outputs if t is not None]
+            for name in made if op.direction == "forward" else ():
+                if name in given:
+                    self.get(name, given[name])  # here and not at the end: made for backward first, it would be no result of forward
+            for name in made:
+                for p in grad_of.get(name, ()):
+                    self.finish_grad(p, name)
         return self.outputs()
 
     def results(self) -> list[tuple[Role, Any]]:

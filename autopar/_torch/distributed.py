@@ -18,15 +18,21 @@ if TYPE_CHECKING:
 collectives = torch.ops._c10d_functional  # issued and awaited by separate ops, which a graph can hold
 
 
+def _registry() -> Any:
+    """torch's groups by name. Newer versions want names of a type of their own, a str at run time, that older ones do not have."""
+    from torch._C import _distributed_c10d
+
+    return _distributed_c10d
+
+
 def alias_process_group(name: str, group: Any) -> None:
     """Makes `group` known to functional collectives under `name` too, so that graphs have the same text on every rank; a group that had the name loses it."""
-    from torch._C._distributed_c10d import _register_process_group, _resolve_process_group, _unregister_process_group
-
+    registry = _registry()
     with contextlib.suppress(RuntimeError):  # nobody has the name, or one that is gone
-        if _resolve_process_group(name) is group:
+        if registry._resolve_process_group(name) is group:
             return
-    _unregister_process_group(name)
-    _register_process_group(name, group)
+    registry._unregister_process_group(name)
+    registry._register_process_group(name, group)
 
 
 def is_open(group: Any) -> bool:
@@ -51,18 +57,15 @@ def new_group(ranks: list[int], name: str, timeout: Any) -> Any:
     backend = dist.Backend(backend)
     timeout = _get_default_timeout(backend) if timeout is None else timeout
     device = world.bound_device_id
-    made, _ = _new_process_group_helper(
-        len(ranks), ranks.index(dist.get_rank()), ranks, backend, store, name, timeout=timeout, device_id=device
-    )
+    make: Any = _new_process_group_helper  # see `_registry`
+    made, _ = make(len(ranks), ranks.index(dist.get_rank()), ranks, backend, store, name, timeout=timeout, device_id=device)
     _world.pg_group_ranks[made] = {r: i for i, r in enumerate(ranks)}
     return made
 
 
 def process_group(name: str) -> Any:
     """The group that functional collectives know under `name`."""
-    from torch._C._distributed_c10d import _resolve_process_group
-
-    return _resolve_process_group(name)
+    return _registry()._resolve_process_group(name)
 
 
 _orderly: dict[str, tuple[Any, Any]] = {}  # by name: the default group it was made under, and the group
@@ -97,7 +100,7 @@ def orderly(name: str, group: Any, fresh: str) -> Any:
     # A name may come again after the default group was destroyed and made anew, perhaps in the same store.
     store = PrefixStore(f"{name}/{'.'.join(map(str, ranks))}/{fresh}", default_store())
     rank, size = ranks.index(dist.get_rank()), len(ranks)
-    mine = ProcessGroup(store, rank, size)
+    mine: Any = ProcessGroup(store, rank, size)
     backend = gloo(store, rank, size, options)
     backend.options.global_ranks_in_group, backend.options.group_name = ranks, name
     backend._set_sequence_number_for_group()

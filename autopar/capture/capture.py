@@ -103,7 +103,12 @@ class _Flat(nn.Module):
     written: buffers that forward sets anew. What they are set to is written into them at the end."""
 
     def __init__(
-        self, model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None, loss_only: bool, written: WrittenBuffers = frozenset()
+        self,
+        model: nn.Module,
+        call: Call,
+        loss_fn: Callable[..., torch.Tensor] | None,
+        loss_only: bool,
+        written: WrittenBuffers = frozenset(),
     ) -> None:
         super().__init__()
         self.m = model
@@ -231,7 +236,7 @@ def capture(
     call: Call,
     shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...],
     *,
-    loss_fn: Callable[..., Any] | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
     loss_only: bool = True,
     grad: bool = True,
     cast: torch.dtype | None = None,

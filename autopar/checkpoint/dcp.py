@@ -29,7 +29,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -54,8 +54,15 @@ EARLIER = "load an earlier checkpoint"
 T = TypeVar("T")
 
 
+class Resumed(TypedDict):
+    """What `save` was told besides the model: `step`, and `extra` as JSON gives it back."""
+
+    step: int | None
+    extra: object
+
+
 def save(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, *, step: int | None = None, extra: Any = None
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, *, step: int | None = None, extra: object = None
 ) -> None:
     """Writes parameters, buffers, optimizer state, random counters, `step` and `extra` (anything JSON can hold, e.g. a scheduler's
     state_dict) into the folder `path`, or a URL that fsspec knows. Collective: every rank calls it.
@@ -66,7 +73,7 @@ def save(
         _save(place_of(path), model, optimizer, step, extra)
 
 
-def _save(place: Place, model: nn.Module, optimizer: Optimizer | None, step: int | None, extra: Any) -> None:
+def _save(place: Place, model: nn.Module, optimizer: Optimizer | None, step: int | None, extra: object) -> None:
     tensors = _model_tensors(model)
     if optimizer is not None:
         tensors.update(_optimizer_tensors(model, optimizer))
@@ -154,7 +161,7 @@ def _of_dcp(names: Iterable[str]) -> list[str]:
     return [n for n in names if n == INDEX or re.fullmatch(r"[\w.-]+\.distcp", n)]
 
 
-def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
+def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> Resumed:
     """Fills `model` (and `optimizer`) in place from the folder or URL `path`; returns {"step", "extra"}. Collective.
 
     Raises CheckpointError for a checkpoint of another model (with the names), an incomplete or a damaged one (with the tensors it damages).
@@ -163,7 +170,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
         return _load(place_of(path), model, optimizer)
 
 
-def _load(place: Place, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+def _load(place: Place, model: nn.Module, optimizer: Optimizer | None) -> Resumed:
     def check() -> tuple[dict[str, Any], Place]:
         manifest = _read_manifest(place)
         saved = manifest["tensors"]

@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -54,13 +53,13 @@ class Task:
 
 def plan(
     model: nn.Module,
-    inputs: Mapping[str, Any],
+    inputs: Mapping[str, torch.Tensor | Sequence[int]],
     cluster: str | Cluster,
     mesh: str | Mapping[str, int] | None = None,
     *,
-    loss_fn: Callable[..., Any] | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
     precision: Precision | str | torch.dtype | None = None,
-    optimizer: str | type = "adamw",
+    optimizer: str | type[torch.optim.Optimizer] = "adamw",
     grad_accumulation: int = 1,
     layout: str | Layout | None = None,
     memory: float | str | None = None,
@@ -98,14 +97,14 @@ def plan(
 
 def frontier(
     model: nn.Module,
-    inputs: Mapping[str, Any],
+    inputs: Mapping[str, torch.Tensor | Sequence[int]],
     cluster: str | Cluster,
     mesh: str | Mapping[str, int] | None = None,
     *,
     points: int = 20,
-    loss_fn: Callable[..., Any] | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
     precision: Precision | str | torch.dtype | None = None,
-    optimizer: str | type = "adamw",
+    optimizer: str | type[torch.optim.Optimizer] = "adamw",
     grad_accumulation: int = 1,
     layout: str | Layout | None = None,
     memory: float | str | None = None,
@@ -133,15 +132,15 @@ def frontier(
 
 def explain(
     model: nn.Module,
-    inputs: Mapping[str, Any],
+    inputs: Mapping[str, torch.Tensor | Sequence[int]],
     cluster: str | Cluster,
     mesh: str | Mapping[str, int] | None = None,
     *,
     op: str,
     placement: str,
-    loss_fn: Callable[..., Any] | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
     precision: Precision | str | torch.dtype | None = None,
-    optimizer: str | type = "adamw",
+    optimizer: str | type[torch.optim.Optimizer] = "adamw",
     grad_accumulation: int = 1,
     layout: str | Layout | None = None,
     memory: float | str | None = None,
@@ -183,12 +182,12 @@ class _Stages:
 
 def task(
     model: nn.Module,
-    inputs: Mapping[str, Any],
+    inputs: Mapping[str, torch.Tensor | Sequence[int]],
     cluster: str | Cluster,
     mesh: str | Mapping[str, int] | None,
-    loss_fn: Callable[..., Any] | None,
+    loss_fn: Callable[..., torch.Tensor] | None,
     precision: Precision | str | torch.dtype | None,
-    optimizer: str | type,
+    optimizer: str | type[torch.optim.Optimizer],
     grad_accumulation: int,
     memory: float | str | None,
     offload: Offload | str | bool | None,

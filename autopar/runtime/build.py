@@ -12,7 +12,6 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -56,11 +55,11 @@ from autopar.tensors.memory_format import laid, order_of
 class Config:
     """The arguments of `autopar.compile`. layout: a hand layout; None: planned, as `request` says."""
 
-    loss_fn: Callable[..., Any] | None
+    loss_fn: Callable[..., torch.Tensor] | None
     inputs: str
     layout: str | Layout | None
     precision: Precision
-    optimizer: Any
+    optimizer: str | type[torch.optim.Optimizer]
     grad_accumulation: int
     backend: str
     outputs: str

@@ -318,7 +318,8 @@ class Recorder(_torch.TorchDispatchMode):
             for k, v in zip(r.outs, _tensors(out), strict=True):
                 values[id(k)] = v
                 roots.setdefault(_torch.storage_of(k), v)
-        return value(target.owned.tensor)
+        whole: torch.Tensor = value(target.owned.tensor)
+        return whole
 
 
 def _apply(r: Record, x: torch.Tensor, index: torch.Tensor, target: Target, at: slice) -> torch.Tensor:

@@ -35,7 +35,7 @@ class Lowered:
 
     fn: FlatFn
     strides: Strides | None = None
-    stats: dict[str, Any] = field(default_factory=dict)
+    stats: dict[str, float] = field(default_factory=dict)
 
 
 def lower(
