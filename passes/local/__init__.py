@@ -46,7 +46,11 @@ def _load() -> None:
 
 def operator(target: str) -> Callable[..., Any]:
     """The torch operator named `target`, for a lowering that runs it on other arguments."""
-    return functools.reduce(getattr, target.split("."), torch.ops)  # type: ignore[return-value]
+    found: Any = torch.ops
+    for part in target.split("."):
+        found = getattr(found, part)
+    assert callable(found)
+    return found
 
 
 def one_tensor(result: Any) -> torch.Tensor:
