@@ -349,10 +349,11 @@ class _Reader:
         if a[0] >= 0:
             return True
         # From outside: only the first copy of a stack, or what comes after, reads it.
+        if b[0] < 0:
+            return True
         made = maker.outputs[0]
-        return b[0] < 0 or (
-            made is not None and all(self.copy_of(r.name) == b for r, _ in self.readers[made.name] if r.direction == "forward")
-        )
+        assert made is not None
+        return all(self.copy_of(r.name) == b for r, _ in self.readers[made.name] if r.direction == "forward")
 
     def parameters(self) -> None:
         for t in self.graph.params.values():

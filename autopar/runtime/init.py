@@ -11,7 +11,6 @@ import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -107,7 +106,16 @@ def _own_initialisers(module: nn.Module) -> Iterator[Callable[[], Any]]:
             if not needed:
                 yield f
             elif len(needed) == 1 and name.endswith("init_weights"):  # the idiom self.apply(self._init_weights)
-                yield partial(module.apply, f)
+                yield _applied(module, f)
+
+
+# Lambdas: the name of what initialises is part of what its random numbers come from.
+def _applied(module: nn.Module, f: Callable[[nn.Module], Any]) -> Callable[[], Any]:
+    return lambda: module.apply(f)
+
+
+def _reset_adapter(module: Any, adapter: str, config: Any) -> Callable[[], Any]:
+    return lambda: module.reset_lora_parameters(adapter, config.init_lora_weights)
 
 
 def _initialise(
@@ -128,7 +136,7 @@ def _initialise(
             lora: Any = m
             if hasattr(lora, "reset_lora_parameters"):
                 for a, config in adapters.items():
-                    run(name, m, partial(lora.reset_lora_parameters, a, config.init_lora_weights))
+                    run(name, m, _reset_adapter(lora, a, config))
 
 
 def _initialise_hf(path: str, module: nn.Module, model: Any, run: Callable[[str, nn.Module, Callable[[], Any]], None]) -> None:

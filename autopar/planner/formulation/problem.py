@@ -206,10 +206,10 @@ class Formulator:
             # A view is made again for nothing from what it is a view of; that is what is kept. What must be made again is not kept, if it can be.
             gone = op.tag(i) == MUST_RECOMPUTE and self.recomputable.recomputes(op, i)
             wire.policies = direction == 0 and not is_view(op, self.program.rules[op.name]) and not gone
-            for p in self.program.params_of_grad.get(t.name, ()):
+            for p in self.program.params_of_grad.get(out.name, ()):
                 choice, options = self.names.storage[self.program.q.group[self.program.graph.params[p].name]]
                 wire.overlaps = wire.reduces = True
-                wire.nbytes = t.numel * self.grad_bytes(p)
+                wire.nbytes = out.numel * self.grad_bytes(p)
                 wire.demands[direction][End(choice, tuple(wire.node(o.placement) for o in options))] = None
 
     def grad_bytes(self, param: str) -> int:
