@@ -2,6 +2,7 @@
 #   make demo       train on four processes and on one, compare the curves, save, resume on two
 #   make test       lint, types and the tests that keep every promise
 #   make test-all   the wide ones: every model under Inductor, every operator on operands that lie otherwise, longer fuzzing
+#   make docs       the documentation as a site, in build/site
 #   make gpu-check  one-GPU smoke test with the torch of GPU_PYTHON; touches no network
 
 PYTHON ?= python3
@@ -9,6 +10,7 @@ GPU_PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DOCUMENTED := $(VENV)/.documented
 # The import package is spread over four folders (see pyproject.toml); here they lie together, for tools that cannot follow an editable install.
 TREE := build/tree
 # Modules that tests share. The tests themselves are not type-checked, nor what the fuzzer wrote.
@@ -19,7 +21,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-all lint types unit spmd dist wide gpu-check tree clean
+.PHONY: demo test test-all lint types unit spmd dist wide docs gpu-check tree clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -44,6 +46,13 @@ dist: $(INSTALLED)
 
 wide: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m wide tests
+
+docs: $(DOCUMENTED) tree
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+$(DOCUMENTED): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -e ".[docs]"
+	@touch $@
 
 gpu-check: tree
 	PYTHONPATH=$(CURDIR)/$(TREE) $(GPU_PYTHON) tests/gpu/check.py

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ def write(out: Path | None, command: str, result: dict[str, Any]) -> None:
     if out is None:
         return
     where = {
-        "command": " ".join([command, *sys.argv[1:]]),
+        "command": f"{command} {shlex.join(sys.argv[1:])}".strip(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": f"{platform.machine()}, {os.cpu_count()} cores",

@@ -16,7 +16,10 @@ import itertools
 import json
 import math
 import os
+import platform
+import shlex
 import statistics
+import sys
 import sysconfig
 import tempfile
 import time
@@ -206,6 +209,28 @@ def report(args: argparse.Namespace, work: Path, axes: dict[str, int], fewer: di
     return same
 
 
+def write(args: argparse.Namespace, work: Path, axes: dict[str, int], fewer: dict[str, int], same: bool) -> None:
+    """The losses of all runs, by name, and where they were made."""
+    many, few = math.prod(axes.values()), math.prod(fewer.values())
+    runs = {
+        "one process": "plain0",
+        "one process, rows reversed": "plain1",
+        f"{many} processes": f"parallel{many}",
+        f"{few} processes, resumed": f"parallel{few}",
+    }
+    result = {
+        "command": shlex.join(["python", "examples/demo.py", *sys.argv[1:]]),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": f"{platform.machine()}, {os.cpu_count()} cores",
+        "parameters": sum(p.numel() for p in build(args, seed=0).parameters()),
+        "resumed_at": args.steps // 2,
+        "one_curve": same,
+        "losses": {name: read(work / f"{file}.json").losses for name, file in runs.items()},
+    }
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def parse_mesh(text: str | None, processes: int) -> dict[str, int]:
     """ "dp=2,tp=2" -> axes; by default one axis over all processes."""
     if text is None:
@@ -230,6 +255,7 @@ def main() -> int:
     parser.add_argument("--mesh", help="axes, such as dp=2,tp=2; by default one axis over all processes")
     parser.add_argument("--layout", help="a hand layout, such as fsdp; default: planned")
     parser.add_argument("--backend", default="inductor", choices=["inductor", "aot_eager"])
+    parser.add_argument("--out", type=Path, help="write the curves here, as JSON")
     args = parser.parse_args()
     axes = parse_mesh(args.mesh, args.processes)
     fewer = halved(axes)
@@ -245,6 +271,8 @@ def main() -> int:
         torch.multiprocessing.spawn(train_parallel, (args, work, axes, False), nprocs=math.prod(axes.values()))
         torch.multiprocessing.spawn(train_parallel, (args, work, fewer, True), nprocs=math.prod(fewer.values()))
         same = report(args, work, axes, fewer)
+        if args.out:
+            write(args, work, axes, fewer, same)
     print(f"{'one curve' if same else 'THE CURVES DIFFER'}, {time.perf_counter() - start_s:.0f} s in all")
     return 0 if same else 1
 

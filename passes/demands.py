@@ -62,7 +62,7 @@ DEMANDS: dict[str, Demand] = {
     "aten._embedding_bag_per_sample_weights_backward": Demand(whole=(2, 3, 4)),
     "aten._linalg_check_errors": _FIRST,
     "aten._scaled_mm": Demand(whole=(0,), columns=(1,)),
-    # Strides and offsets in the operand's memory, which is to have no gaps and to start with it (`capture_strides.py`).
+    # Strides and offsets in the operand's memory, which is to have no gaps and to start with it (`autopar.capture.as_strided`).
     "aten.as_strided": _FIRST,
     "aten.as_strided_copy": _FIRST,
     "aten.as_strided_scatter": _FIRST,

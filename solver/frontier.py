@@ -153,7 +153,7 @@ class Tangent:
 
 @dataclass(frozen=True)
 class Relaxed:
-    """An optimum with every variable continuous. shares: of every fate; strategies: of every choice the one with the largest share; dearer_s: by choice
+    """An optimum with every variable continuous. shares: of every policy; strategies: of every choice the one with the largest share; dearer_s: by choice
     and strategy, what an answer with that strategy takes more than this optimum, at least."""
 
     tangent: Tangent

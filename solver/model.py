@@ -4,8 +4,8 @@ Variables
     x[c,s]    choice c takes strategy s                                      binary
     e[f,a]    arc a of flow f is used, its price shared by all consumers     in [0, 1]
     g[f,k,a]  arc a carries what consumer k of flow f reads                  in [0, 1]; only where consumers could disagree, see below
-    y[v,k]    value v is kept as its fate k says: at a node, in a medium     a fate
-    r[o,s]    operator o runs again, under strategy s                        a fate
+    y[v,k]    value v is kept as its policy k says: at a node, in a medium     a policy
+    r[o,s]    operator o runs again, under strategy s                        a policy
     z[k]      both operators of pair k run again                             in [0, 1]
     T[t]      seconds of stage t
 
@@ -26,7 +26,7 @@ Constraints
 Objective: the sum of T, and a hundred-thousandth of all traffic and all that runs again: where there is time to spare, the plan shall still
 not do what it need not. As that is at most resources x T, the bound of T alone is the bound found / (1 + TIE x resources): `Program.true_bound`.
 
-x binary and fates continuous is the bound: a fate is then a share of the layers of a fold. A per-consumer flow is needed: shared arc
+x binary and policies continuous is the bound: a policy is then a share of the layers of a fold. A per-consumer flow is needed: shared arc
 variables alone could support themselves in a cycle.
 """
 
@@ -46,8 +46,8 @@ TIE = 1e-5
 
 @dataclass(frozen=True)
 class Options:
-    """fates: "continuous" | "binary". fixed: strategies already decided. elastic: one variable, in GB, lifts every memory row.
-    kept, rerun: fates already decided."""
+    """policies: "continuous" | "binary". fixed: strategies already decided. elastic: one variable, in GB, lifts every memory row.
+    kept, rerun: policies already decided."""
 
     policies: str = "continuous"
     fixed: Sequence[int] | None = None
@@ -287,7 +287,7 @@ class Program:
         return m
 
     def decision(self, values: Sequence[float]) -> tuple[Decision, bool]:
-        """The answer in `values`, and whether its fates are whole (not shares of layers)."""
+        """The answer in `values`, and whether its policies are whole (not shares of layers)."""
         p, whole = self.problem, True
 
         def on(key: Key) -> bool:

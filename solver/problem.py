@@ -111,7 +111,7 @@ class Rerun:
 
 
 # What a memory row adds up. Keys of the program's variables:
-#   ("x", choice, strategy)  ("y", value, fate)  ("e", value, direction, arc)  ("r", rerun, strategy)  ("z", event, 0)
+#   ("x", choice, strategy)  ("y", value, policy)  ("e", value, direction, arc)  ("r", rerun, strategy)  ("z", event, 0)
 #   ("s", rest, 0): a sum of bytes of others, or nothing if that is negative
 Key = tuple[str, int, int] | tuple[str, int, int, int]
 
@@ -164,13 +164,13 @@ class Problem:
     forbidden: frozenset[tuple[int, int]] = field(default_factory=frozenset)  # (choice, strategy)
     events: tuple[Event, ...] = ()  # of what runs again: `autopar.planner.formulation.recompute_chains`
     rests: tuple[tuple[tuple[Key, float], ...], ...] = ()  # what rows have in common: sums of coefficient x variable, in bytes
-    relaxed_rows: tuple[Row, ...] = ()  # rows that hold for fates that are means over layers, whatever fate each has
+    relaxed_rows: tuple[Row, ...] = ()  # rows that hold for policies that are means over layers, whatever policy each has
     limits: tuple[Limit, ...] = ()
     relaxed_limits: tuple[Limit, ...] = ()
 
     @property
     def relaxed(self) -> Problem:
-        """What holds for fates that are means over layers: its optimum is a bound of the whole."""
+        """What holds for policies that are means over layers: its optimum is a bound of the whole."""
         reruns = tuple(replace(r, times=r.relaxed_times) if r.relaxed_times else r for r in self.reruns)
         return replace(self, rows=self.relaxed_rows, limits=self.relaxed_limits, reruns=reruns)
 
@@ -180,7 +180,7 @@ FORWARD, BACKWARD = 0, 1
 
 @dataclass(frozen=True)
 class Decision:
-    """A complete answer. strategies: per choice; kept: value -> its fate (an index of `Value.policies`), at most one; rerun: indices of reruns that run (for every layer).
+    """A complete answer. strategies: per choice; kept: value -> its policy (an index of `Value.policies`), at most one; rerun: indices of reruns that run (for every layer).
 
     arcs: (value, direction) -> arcs used.
     """

@@ -4,8 +4,8 @@ the last.
 A capture of the whole program has every copy, a tiled one (`autopar.capture.tile`) a few; shrunk, both are the same graph but for names, and so
 have the same plan. Copies are wired alike, so a copy reads, at the same distance, whichever copy stands there.
 
-Layers share a strategy, not a fate. Where one fate for all layers wastes memory or time, the middle is cut into segments, consecutive layers with
-a fate of their own: the middle copy then stands for the last segment, clones of it for those before.
+Layers share a strategy, not a policy. Where one policy for all layers wastes memory or time, the middle is cut into segments, consecutive layers with
+a policy of their own: the middle copy then stands for the last segment, clones of it for those before.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Shrunk:
     """fold: of the smaller graph. image: operator of the larger graph -> the operator of the smaller one that stands for it.
 
     times, tensor_times: how many operators (tensors) of the program each of the smaller graph stands for. segment: operator -> its
-    segment, 0 outside of stacks. segments: stack -> layers in each segment (one segment: all have one fate).
+    segment, 0 outside of stacks. segments: stack -> layers in each segment (one segment: all have one policy).
     """
 
     fold: Folded

@@ -1,7 +1,7 @@
-"""Solves a Problem: the bound, then fates, with a gap, a hint, determinism and an explanation when nothing fits.
+"""Solves a Problem: the bound, then policies, with a gap, a hint, determinism and an explanation when nothing fits.
 
-Two steps. (a) strategies binary, fates continuous: a fate is then a share of a fold's layers, and the solver's bound is the bound of the whole
-problem. (b) strategies fixed, fates binary. What is reported as the gap is (b)'s answer against (a)'s bound.
+Two steps. (a) strategies binary, policies continuous: a policy is then a share of a fold's layers, and the solver's bound is the bound of the whole
+problem. (b) strategies fixed, policies binary. What is reported as the gap is (b)'s answer against (a)'s bound.
 
 HiGHS stops at a relative gap or a node limit, which are functions of the problem alone, so the same problem gives the same answer; if the
 clock stopped it, `Solution.stopped_by` says "time".
@@ -32,7 +32,7 @@ class Limits:
 @dataclass(frozen=True)
 class Solution:
     """objective_s, bound_s: of one step. stopped_by: "gap" | "nodes" | "time" | "axes" (those of the mesh were merged) |
-    "cuts" (no more of them between layers of different fates). variables, rows: of step (a)'s program."""
+    "cuts" (no more of them between layers of different policies). variables, rows: of step (a)'s program."""
 
     decision: Decision
     price: Price
@@ -117,7 +117,7 @@ def _solve(
         second = Program(problem, Options(policies="binary", fixed=decision.strategies))
         try:
             values, _, more = _run_from_elastic(second, limits, start)
-        except _Failed:  # shares of layers fit, one fate for all layers does not: choose strategies knowing that
+        except _Failed:  # shares of layers fit, one policy for all layers does not: choose strategies knowing that
             second = Program(problem, Options(policies="binary"))
             try:
                 values, _, more = _run(second, limits, start, [decision.strategies])
@@ -126,7 +126,7 @@ def _solve(
         stopped = more if stopped == "gap" else stopped
         decision = tidy(problem, second.decision(values)[0])
         price = evaluate(problem, decision)
-    on_progress("fates", time.perf_counter() - start)
+    on_progress("policies", time.perf_counter() - start)
     assert not price.unmet, price.unmet[:3]
     return Solution(
         decision,
@@ -141,7 +141,7 @@ def _solve(
 
 @dataclass(frozen=True)
 class RelaxedSolution:
-    """An answer of a relaxed problem. price: its price in the problem itself, None where fates are shares of layers. The rest as in Solution."""
+    """An answer of a relaxed problem. price: its price in the problem itself, None where policies are shares of layers. The rest as in Solution."""
 
     decision: Decision
     price: Price | None
@@ -172,7 +172,7 @@ def solve_relaxed(
 
 
 def whole(problem: Problem, limits: Limits | None = None, known: Decision | None = None) -> Solution | None:
-    """The optimum, within the limits' gap, if all layers share their fates; None where nothing fits. known: something that fits. Raises NoAnswer."""
+    """The optimum, within the limits' gap, if all layers share their policies; None where nothing fits. known: something that fits. Raises NoAnswer."""
     limits, start = limits or Limits(), time.perf_counter()
     program = Program(problem, Options(policies="binary"))
     try:
@@ -193,7 +193,7 @@ def whole(problem: Problem, limits: Limits | None = None, known: Decision | None
 def smallest(
     problem: Problem, limits: Limits | None = None, gap: float = 0.02, within_s: float = float("inf")
 ) -> tuple[float, Decision] | None:
-    """The smallest peak within `gap` and a decision that has it, if all layers share their fates; None where demands cannot be met at all.
+    """The smallest peak within `gap` and a decision that has it, if all layers share their policies; None where demands cannot be met at all.
 
     within_s: of decisions that take no longer."""
     limits = limits or Limits()
@@ -202,12 +202,12 @@ def smallest(
 
 
 def explain(problem: Problem, limits: Limits | None = None) -> Infeasible:
-    """By how much the budget is short, if all layers share their fates."""
+    """By how much the budget is short, if all layers share their policies."""
     return _explain(problem, limits or Limits(), time.perf_counter())
 
 
 def least(problem: Problem, limits: Limits | None = None) -> float:
-    """A bound of the problem's optimum in seconds, from fates as shares of layers; infinite where nothing fits."""
+    """A bound of the problem's optimum in seconds, from policies as shares of layers; infinite where nothing fits."""
     program = Program(problem, Options())
     try:
         _, bound, _ = _run(program, limits or Limits(), time.perf_counter(), ())

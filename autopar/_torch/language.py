@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -33,17 +33,20 @@ def whole_language() -> Iterator[None]:
     recurrent layers         off because compiled alone they may be slow. They are unrolled, a step of time at a time
     autograd.grad inside     off, and refused where the loss follows from it, because of backwards that are run outside of the graph. Ours is in it
     transforms of modules    a real copy of each parameter, for what runs while it is traced, cannot be made inside of a transform; nothing runs here
+    sizes after transpose_   those before it: dynamo reads a tensor's sizes once, and not again after an in-place view (torch 2.13)
     nn.Transformer's masks   looked at, for whether they are causal. That is for speed alone: a mask that is causal is added as any other
     """
     from torch._decomp import decompositions
     from torch._dynamo import config, output_graph
     from torch._dynamo.variables import builder
+    from torch._dynamo.variables.tensor import TensorVariable
     from torch.nn.modules import transformer
 
     items = (
         (output_graph.OutputGraph, "_check_requires_grad_intermediate_outputs", nothing),
         (output_graph.OutputGraph, "_validate_outputs_safe_for_autograd_nodes", nothing),
         (builder, "_clone_input", lambda value, fake_mode: value),
+        (TensorVariable, "call_method", _sizes_read_anew(TensorVariable.call_method)),
         (decompositions, "_rnn_helper", _rnn),
         (decompositions, "select_one_layer_lstm_function", lambda input, hx, params: decompositions.one_layer_lstm),
         (transformer, "_detect_is_causal_mask", _said_to_be_causal),
@@ -56,6 +59,16 @@ def whole_language() -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _sizes_read_anew(call_method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        result = call_method(self, tx, name, args, kwargs)
+        if name.endswith("_") and not name.endswith("__"):
+            self.synchronize_attributes(tx)
+        return result
+
+    return call
 
 
 def _said_to_be_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:

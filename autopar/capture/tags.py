@@ -4,7 +4,7 @@ There are two ways to say it. `must_save(x)` and `must_recompute(x)` mark one te
 checkpointed regions (`torch.utils.checkpoint`): all that is made in one is made again, or what its policy does not save. A region says nothing of what
 it hands on: that is another's input, and outlives it.
 
-A view shares its storage's fate. Saved, it saves what it looks at; made again, it is made of what it looks at, whatever becomes of that.
+A view shares its storage's policy. Saved, it saves what it looks at; made again, it is made of what it looks at, whatever becomes of that.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     Cluster.of("mine.json")     a description of one's own, of the same form as those in `clusters/`, or what `autopar calibrate` measured
     Cluster.detect()            this machine
 
-`hardware.py` describes the parts. Peaks and sizes are the vendor's, the fractions of them that are reached (efficiencies) are fitted to published
+`parts.py` describes the parts. Peaks and sizes are the vendor's, the fractions of them that are reached (efficiencies) are fitted to published
 training runs, or guesses: `sources` says which.
 """
 

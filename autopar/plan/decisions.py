@@ -74,8 +74,10 @@ class Decisions:
     # Which program it is for (`autopar.planner.refit`): of its canonical graph, and operators that stand for all others, in order.
     fingerprint: str = ""
     order: tuple[str, ...] = ()
-    segments: dict[str, tuple[int, ...]] = field(default_factory=dict)  # repeated stack -> layers that share fates, first to last, if cut
-    together: int = 1  # neighbouring layers that have fates of their own, the same in every so many (`solver.fold.grouped`)
+    segments: dict[str, tuple[int, ...]] = field(
+        default_factory=dict
+    )  # repeated stack -> layers that share policies, first to last, if cut
+    together: int = 1  # neighbouring layers that have policies of their own, the same in every so many (`solver.fold.grouped`)
     modules: dict[str, str] = field(default_factory=dict)  # op of forward -> path of the module it came from, for the report
     # What planning says of it; a hand layout says nothing.
     cluster: str = ""

@@ -164,8 +164,8 @@ def strategy(plan: Decisions, target: str, c: OpChoice) -> str:
 
 
 def _policies(plan: Decisions, known: set[str]) -> dict[str, list[str]]:
-    """What a layer in the middle keeps for backward, and what is made again, by module; of every segment of layers with fates of their own."""
-    Modules = dict[str, Counter[str]]  # by fate
+    """What a layer in the middle keeps for backward, and what is made again, by module; of every segment of layers with policies of their own."""
+    Modules = dict[str, Counter[str]]  # by policy
     found: dict[str, dict[int, dict[int, Modules]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(lambda: defaultdict(Counter))))
     position = {op: i for i, op in enumerate(plan.ops)}
     made = [(tensor.split(".")[0], tensor, policy) for tensor, policy in plan.activations.items()]

@@ -1,10 +1,10 @@
 """One step under many budgets: the fastest, the one of least memory, and the best that is found within any budget between.
 
 The program is formulated once; under another budget only the right-hand sides of its memory rows change. Its relaxation takes a second, bounds what any plan
-can do, and names strategies (`solver.frontier`): a few sets of them serve all budgets. At a set, only fates are left to decide. There the
+can do, and names strategies (`solver.frontier`): a few sets of them serve all budgets. At a set, only policies are left to decide. There the
 relaxation says in what share of the layers something is kept, and a program with the layers cut at that share has an answer next to it.
 
-On three axes and more, strategies are those of programs with axes merged, and the bound is that of `formulate.lower_bound_problem`, as in `autopar.planner.stages`.
+On three axes and more, strategies are those of programs with axes merged, and the bound is that of `autopar.planner.formulation.lower_bound`, as in `autopar.planner.stages`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from autopar.solver.model import Program
 from autopar.solver.problem import Decision, Problem
 from autopar.solver.solve import Infeasible, NoAnswer, Solution, smallest, whole
 
-SETS = 2  # sets of strategies whose fates are decided at one budget
+SETS = 2  # sets of strategies whose policies are decided at one budget
 SLACK = 2e-3  # relative: a relaxation that cannot raise the bound by more is not solved
 LARGE_GAP = 0.02  # relative: an answer so far above the bound that other strategies are looked for
-NODES = 10  # of a program of fates: the first few find what there is
+NODES = 10  # of a program of policies: the first few find what there is
 STEP = 0.01  # of the memory: answers nearer than this are one
 SAME = 1e-5  # of the time
 TURNS = 4  # relaxations to find where the bound begins to rise

@@ -181,7 +181,7 @@ def frontier_graph(
 
 @dataclass(frozen=True)
 class PolicyCounts:
-    """Of the tensors of a class: how many of the program have which fate. module: its path, layers starred; size: bytes of them all."""
+    """Of the tensors of a class: how many of the program have which policy. module: its path, layers starred; size: bytes of them all."""
 
     module: str
     what: str

@@ -1,6 +1,6 @@
 """`autopar.plan`: a plan without the cluster. The model may lie on the meta device; nothing is computed and no process group is needed.
 
-The time to capture does not grow with depth: copies of the module with few layers are captured (`tile.py`, `reduced_depth.py`), and the whole module only where
+The time to capture does not grow with depth: copies of the module with few layers are captured (`tile.py`, `depth_reduced.py`), and the whole module only where
 they do not show what it is. The plan names the operators that were captured; `refit` gives it the names of a capture of the whole.
 """
 

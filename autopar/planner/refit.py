@@ -44,7 +44,7 @@ def refit(plan: Plan, graph: Graph | Folded) -> Plan:
     small = _shrunk(plan, folded)
     stands = standing(folded, small)
     order = tuple(stands.values())
-    # Operators of copies that `graph` has not, but which have a fate of their own, are told under the shrunk graph's names.
+    # Operators of copies that `graph` has not, but which have a policy of their own, are told under the shrunk graph's names.
     ops += tuple(op for op in small.graph.ops if stands[op.name] == op.name and op.name not in small.image)
     if list(plan.ops) == [op.name for op in ops] and plan.order == order:
         return plan

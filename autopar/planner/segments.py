@@ -1,7 +1,7 @@
-"""Where to cut a stack of layers into segments with fates of their own: at the shares of its layers that a relaxation keeps things for.
+"""Where to cut a stack of layers into segments with policies of their own: at the shares of its layers that a relaxation keeps things for.
 
-With every variable continuous, a fate between 0 and 1 is a share of the layers. Under one binding memory row at most one fate is such a share, under
-k rows k of them: cut there, a program with whole fates has an answer next to the relaxation's.
+With every variable continuous, a policy between 0 and 1 is a share of the layers. Under one binding memory row at most one policy is such a share, under
+k rows k of them: cut there, a program with whole policies has an answer next to the relaxation's.
 """
 
 from __future__ import annotations

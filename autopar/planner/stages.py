@@ -1,7 +1,7 @@
 """Solves a step on a mesh, in as few programs as give an answer and a bound.
 
-One and two axes. First the program with the loose memory rows (`formulate.memory`), which hold whatever fate each layer has: this bounds all plans; where
-its answer fits the other rows too, it is the answer. Else, at its strategies, the layers are cut into segments with fates of their own; and if
+One and two axes. First the program with the relaxed memory rows (`autopar.planner.formulation.memory_rows`), which hold whatever policy each layer has: this bounds all plans; where
+its answer fits the other rows too, it is the answer. Else, at its strategies, the layers are cut into segments with policies of their own; and if
 the gap is still too large, strategies are chosen under all rows.
 
 Three axes and more. An operator has tens of strategies there and a tensor as many placements, and redistributions between all of them: hundreds
@@ -186,7 +186,7 @@ class Stages:
         return bound_s, best
 
     def tight(self, v: _View, mesh: Mesh, f: Formulator, problem: Problem, bound_s: float, best: Found | None) -> Found:
-        """Strategies chosen under all rows, as if layers shared their fates; then the layers cut at these strategies."""
+        """Strategies chosen under all rows, as if layers shared their policies; then the layers cut at these strategies."""
         try:
             answer = solve(problem, self.left, progress=self.on_progress)
         except TimeoutError:
@@ -406,8 +406,8 @@ def low_memory_strategies(
 ) -> tuple[int, ...] | None:
     """Strategies with the smallest peak found; None where none was.
 
-    relaxed: of the loose program under a budget; peak: the smallest at given strategies, of a program with those alone. Only that one counts what is made
-    again for something else that is made again. So the strategies that are smallest by the loose rows are not the smallest; those that
+    relaxed: of the relaxed program under a budget; peak: the smallest at given strategies, of a program with those alone. Only that one counts what is made
+    again for something else that is made again. So the strategies that are smallest by the relaxed rows are not the smallest; those that
     are fastest under ever smaller budgets are better, until nothing fits.
     """
     peaks: dict[tuple[int, ...], float] = {}

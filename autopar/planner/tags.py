@@ -1,7 +1,7 @@
 """What the user wants of single activations, as plans keep to it. `capture_tags` says how it is said; each output of an `Op` has its tag.
 
     must_save         if backward needs it, it is kept, on the device or away from it. It has no rerun in the program.
-    must_recompute    if backward needs it, it is made again. It has no fate in the program: there is nowhere to keep it.
+    must_recompute    if backward needs it, it is made again. It has no policy in the program: there is nowhere to keep it.
     prefer_*          a hint. The program decides by time and memory alone; hand layouts, which decide nothing, recompute what had better be.
 
 The first two are part of what an operator is: layers of other tags do not fold, and programs of other tags have other fingerprints.

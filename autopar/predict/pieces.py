@@ -61,7 +61,7 @@ class _Draft:
 
 
 def pieces(found: Found, fusion: str = "compiled") -> tuple[Piece, ...]:
-    """In forward's order. fusion: as `kernels.of` has it."""
+    """In forward's order. fusion: as `autopar.predict.fused_kernels.of` has it."""
     return _Reader(found, fusion).run()
 
 

@@ -1,4 +1,4 @@
-"""`AUTOPAR_LOG=info`: how long each stage takes and what it decides, on stderr. `debug` says more.
+"""`AUTOPAR_LOG=info`: how long each stage takes and what it decides, on stderr.
 
 The logger is `logging.getLogger("autopar")`: a program that sets up logging of its own sees the same lines without the variable.
 """

@@ -18,7 +18,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from benchmarks.baselines.recompute import as_compiled
 from torch import nn
 
 from autopar.capture.capture import Call, Captured, capture, off_cache
@@ -50,6 +49,7 @@ from autopar.simulate.price import Price, price
 from autopar.simulate.simulator import COMPUTE, records, replay
 from autopar.simulate.written_bytes import stored, with_saved
 from autopar.solver.fold import fold
+from benchmarks.baselines.recompute import as_compiled
 
 PREFIX = "memory"  # of the names of process groups, none of which exists
 
@@ -170,7 +170,7 @@ class Program:
         return price(parts, plan, self.graph, self.cost, self.training, PREFIX)
 
     def point(self, plan: Plan, fusion: str = "planned", ours: bool = False) -> Point:
-        """fusion: "planned", as the integer program knows it, or "compiled", as it is in the graphs that run (`again.py`); ours: as our passes make these."""
+        """fusion: "planned", as the integer program knows it, or "compiled", as it is in the graphs that run (`recompute.py`); ours: as our passes make these."""
         parts = self.parts(plan, ours and fusion == "compiled")
         priced = self.price(plan, parts)
         seconds = {c.node: (c.resource, c.seconds) for c in priced.charges}

@@ -19,6 +19,7 @@ from autopar.cost.links import KINDS
 from autopar.errors import AutoparError
 from autopar.graph.mesh import Mesh
 from tests.dist.launch import run
+from tests.wide import wide
 
 
 def test_this_machine(tmp_path: Path) -> None:
@@ -42,6 +43,7 @@ def _as_two_nodes() -> tuple[int, list[tuple[str, int, int]]] | None:
     return None if found is None else (found.cluster.nodes, [(k.kind, k.ranks, k.nodes) for k in found.cluster.curves])
 
 
+@wide
 def test_processes_of_torchrun() -> None:
     first, second = run(_as_two_nodes, 2)
     assert second is None and first is not None

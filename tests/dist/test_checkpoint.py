@@ -30,6 +30,7 @@ from autopar.checkpoint.safetensors import (load_safetensors, save_safetensors)
 from tests.dist.launch import run
 from tests.dist.test_init import mixed
 from tests.models import ZOO
+from tests.wide import wide
 
 
 def _setup(sizes: tuple[int, ...], layout: str, seed: int, name: str = "gpt2", **kw: Any) -> tuple[Any, torch.optim.Optimizer]:
@@ -459,6 +460,7 @@ def _transformers(folder: str) -> None:
         save_safetensors(model, Path(folder) / "taken")
 
 
+@wide
 def test_transformers_reads_what_we_write_and_we_what_it_writes(tmp_path: Path) -> None:
     """A base model's file, another dtype, from_pretrained; wrong files are refused before any tensor is touched."""
     run(_transformers, 2, str(tmp_path))

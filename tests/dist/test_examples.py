@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.wide import wide
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY_DEMO = ["--steps", "6", "--layers", "2", "--hidden", "64", "--seq", "64", "--backend", "aot_eager"]
 
@@ -38,22 +40,32 @@ def steps(printed: str) -> list[list[float]]:
     return [[float(x) for x in re.findall(r"[-\d.]+(?:e[-+]\d+)?", line)] for line in printed.splitlines() if line.startswith("step ")]
 
 
+EXPECTED: dict[str, list[list[float]]] = {}
+
+
+def one_process(script: str, folder: Path) -> list[list[float]]:
+    """A script's losses without autopar, found once."""
+    if script not in EXPECTED:
+        plain = python(str(ROOT / "examples" / script), "--plain", cwd=folder)
+        assert plain.returncode == 0, plain.stderr
+        EXPECTED[script] = steps(plain.stdout)
+    return EXPECTED[script]
+
+
 @pytest.mark.parametrize(
     ("script", "options"),
     [
         ("train_plain.py", []),
-        ("train_plain.py", ["--layout", "fsdp"]),
-        ("train_plain.py", ["--layout", "tp"]),
-        ("train_local_inputs.py", []),
+        pytest.param("train_plain.py", ["--layout", "fsdp"], marks=wide),
+        pytest.param("train_plain.py", ["--layout", "tp"], marks=wide),
+        pytest.param("train_local_inputs.py", [], marks=wide),
         ("train_local_inputs.py", ["--layout", "fsdp"]),
         ("train_hf_trainer.py", ["--layout", "fsdp"]),
         ("train_lora.py", ["--layout", "fsdp"]),
     ],
 )
 def test_same_losses_as_one_process(script: str, options: list[str], torchrun: Callable[..., str], tmp_path: Path) -> None:
-    plain = python(str(ROOT / "examples" / script), "--plain", cwd=tmp_path)
-    assert plain.returncode == 0, plain.stderr
-    expected = steps(plain.stdout)
+    expected = one_process(script, tmp_path)
     assert len(expected) >= 8 and expected[-1][1] < expected[0][1], "the reference does not learn: the comparison would show little"
     found = steps(torchrun(f"examples/{script}", *options, processes=2))
     assert len(found) == len(expected)
@@ -68,6 +80,7 @@ def test_demo(tmp_path: Path) -> None:
     assert "plan: layout planned on mesh dp=4" in done.stdout and "predicted on cpu:1x4" in done.stdout
 
 
+@wide
 def test_demo_fails_when_the_curves_differ(tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text(NOT_ONE_CURVE.format(examples=str(ROOT / "examples")))

@@ -22,6 +22,7 @@ from autopar.capture.capture import Call
 from autopar.passes.lay_out import copies
 from tests.dist.launch import run
 from tests.images import IMAGES, batch_of, model_of
+from tests.wide import wide
 
 FORMATS = ("contiguous", "channels_last")
 
@@ -87,7 +88,7 @@ def check(results: list[list[Any]], cases: Sequence[tuple[str, bool]]) -> None:
 HERE = [("unet2d", False), ("unet2d", True), ("unet", True), ("resnet", True), ("convnext", True)]
 
 
-@pytest.mark.parametrize("sizes", [(2,), (2, 2)])
+@pytest.mark.parametrize("sizes", [(2,), pytest.param((2, 2), marks=wide)])
 def test_equals_one_device(sizes: tuple[int, ...]) -> None:
     cases, layout = (HERE, None) if len(sizes) == 1 else (HERE[1:3], "fsdp+tp")
     check(run(every, math.prod(sizes), cases, sizes, layout, "aot_eager", 4, 8), cases)

@@ -18,6 +18,7 @@ from tests.conftest import Torchrun
 from tests.dist.launch import run
 from tests.models import ZOO
 from tests.unit.test_initialisers import LAYERS, Special
+from tests.wide import wide
 
 CPU = torch.device("cpu")
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -107,6 +108,7 @@ def test_distribute_takes_the_first_ranks_values() -> None:
     run(_distribute, 4)
 
 
+@wide
 def test_no_rank_holds_the_whole_model(torchrun: Torchrun) -> None:
     """160 M parameters on four processes: a rank that held them all would need four times its shards, one embedding whole 1.3 times."""
     out = torchrun("benchmarks/init_memory.py", "--hidden", "1024", "--layers", "10", "--vocab", "16000", processes=4)

@@ -29,6 +29,7 @@ from autopar.runtime import build, compile_cache, pipeline
 from autopar.runtime.init import distribute
 from autopar.runtime.step import Step
 from tests.dist.test_init import mixed
+from tests.wide import cases
 
 PATIENCE_S = 3.0
 
@@ -151,7 +152,7 @@ COLLECTIVES = {
 }
 
 
-@pytest.mark.parametrize("phase", COLLECTIVES)
+@pytest.mark.parametrize("phase", cases(COLLECTIVES, ["compile", "capture", "planning", "forward"]))
 def test_a_killed_rank(phase: str) -> None:
     """In planning the rank is lost that plans."""
     victim = 0 if phase == "planning" else 1
@@ -175,7 +176,7 @@ def test_a_rank_that_stops() -> None:
         assert said == {"phase": phase, "collective": COLLECTIVES[phase], "ended": (), "silent": (1,)}, text
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize("how", cases(["killed", "stopped"], ["killed"]))
 def test_the_rank_that_keeps_the_store(how: str) -> None:
     """What is known without it is said; a store whose host is stopped would not answer at all."""
     for text, said in lose(3, "forward", 0, how, tcp=True).values():

@@ -18,6 +18,7 @@ import autopar
 from autopar.kernels.random import EagerRandom
 from tests.dist.launch import run
 from tests.models import ZOO
+from tests.wide import cases
 
 
 def train(
@@ -62,7 +63,7 @@ def train(
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "layout", "layers"), [("llama", (2, 2), "fsdp+tp", 4), ("gpt2", (4,), "fsdp", 4), ("t5", (4,), "tp", 3)]
+    ("name", "sizes", "layout", "layers"), cases([("llama", (2, 2), "fsdp+tp", 4), ("gpt2", (4,), "fsdp", 4), ("t5", (4,), "tp", 3)], [("llama", (2, 2), "fsdp+tp", 4)])
 )
 def test_four_processes_with_inductor(name: str, sizes: tuple[int, ...], layout: str, layers: int) -> None:
     results = run(train, 4, name, sizes, layout, "inductor", 20, 8, 16, layers, timeout=900)

@@ -31,6 +31,7 @@ from autopar.planner.planning import plan_graph
 from autopar.planner.propagate import propagate
 from autopar.runtime.lower import lower
 from autopar.solver.solve import Limits
+from tests.fuzz.dense import Dense
 from tests.fuzz.names import randn
 from tests.fuzz.program import Loaded, load
 from tests.fuzz.settings import Setting, randomly, size_of, with_policies
@@ -95,12 +96,14 @@ def _made(loaded: Loaded) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], l
     return model, args, kwargs, list(Call.of(args, kwargs).tensors)
 
 
-def eager(source: str, dtype: str | None = None) -> Result:
+def eager(source: str, dtype: str | None = None, dense: bool = False) -> Result:
+    """dense: with operands that lie dense, whatever made them."""
     loaded = load(source, dtype)
     model, args, kwargs, tensors = _made(loaded)
-    with EagerRandom(*SEED):
-        out = model(*args, **kwargs)
-    return _stepped(model, out, tensors)
+    with Dense() if dense else contextlib.nullcontext():
+        with EagerRandom(*SEED):
+            out = model(*args, **kwargs)
+        return _stepped(model, out, tensors)
 
 
 class Trial:

@@ -118,7 +118,7 @@ def budgets(name: str, axes: str, everything: Memory, size: tuple[int, int, int]
 
 @pytest.mark.parametrize("name", MODELS)
 def test_one_device(name: str) -> None:
-    """At five budgets: within 3%, never above the budget; less memory is had by other fates."""
+    """At five budgets: within 3%, never above the budget; less memory is had by other policies."""
     size = 2, 16, 32
     everything = free(name, "dp=1", *size)
     assert abs(everything.error) <= TOLERANCE, everything

@@ -162,7 +162,7 @@ def test_the_same_bits(name: str, tmp_path: Path) -> None:
     check_bits(name, (planned(name, "dp=1", (), math.inf).plan, plan, in_files), tmp_path)
 
 
-def test_all_fates_at_once_are_the_same_bits(tmp_path: Path) -> None:
+def test_all_policies_at_once_are_the_same_bits(tmp_path: Path) -> None:
     """Little room anywhere: saved, kept in host memory, kept in files and made again in chains, in one plan."""
     name = "gpt2"
     p, _ = captured(name, 4)

@@ -146,7 +146,7 @@ def test_little_memory(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_layers_with_different_fates(name: str) -> None:
+def test_layers_with_different_policies(name: str) -> None:
     """Between plenty and the least memory: some layers keep what others make again, and the numbers are those of one device."""
     mesh, layers = {"dp": 4}, 8
     free = planned(name, mesh, layers=layers)

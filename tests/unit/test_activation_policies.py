@@ -23,6 +23,7 @@ from autopar.rules import lookup
 from autopar.solver.fold import Folded
 from autopar.solver.solve import Limits
 from tests.unit.test_experts import llama
+from tests.wide import cases
 
 WIDTHS = (1792, 2048, 2304)
 LAYERS = 24
@@ -83,7 +84,7 @@ def saved_layer_inputs(width: int, plan: Plan) -> int:
     return sum(n in ops and ops[n].target == "aten.add.Tensor" and ops[n].module.rpartition(".")[2].isdigit() for n in kept)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", cases(WIDTHS, WIDTHS[1:2]))
 def test_plenty_of_memory(width: int) -> None:
     """Nothing is made again, and nothing is sent away even over a fast link."""
     assert not recomputed_calls(width, planned(width))
@@ -91,7 +92,7 @@ def test_plenty_of_memory(width: int) -> None:
     assert not free.offload and not recomputed_calls(width, free)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", cases(WIDTHS, WIDTHS[1:2]))
 def test_mild_pressure(width: int) -> None:
     """Norms and the product of SwiGLU; no matrix product and no attention. What layers hand on is kept."""
     plan = planned(width, 0.5)
@@ -102,14 +103,14 @@ def test_mild_pressure(width: int) -> None:
     assert saved_layer_inputs(width, plan) >= 2
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", cases(WIDTHS, WIDTHS[1:2]))
 def test_the_last_product_is_never_made_again(width: int) -> None:
     """Nothing in backward reads the result of a layer's last product, whatever the pressure."""
     for plan in (planned(width, 0.5), planned(width, 0.15), least(width)):
         assert not heavy(recomputed_calls(width, plan))["down_proj"]
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", cases(WIDTHS, WIDTHS[1:2]))
 def test_heavy_pressure(width: int) -> None:
     """The least memory there is: full recompute of layers, all their products but the last one, and attention. What layers hand on is kept."""
     plan = least(width)
@@ -118,7 +119,7 @@ def test_heavy_pressure(width: int) -> None:
     assert saved_layer_inputs(width, plan) >= 2
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", cases(WIDTHS, WIDTHS[1:2]))
 def test_a_fast_host_link(width: int) -> None:
     """Under the pressure that has products made again, they are kept in host memory instead: faster, and no product runs twice."""
     without, plan = planned(width, 0.15), planned(width, 0.15, host_faster=8.0)

@@ -119,7 +119,7 @@ def test_plan_passes_everything_on(planning: Callable[..., list[Any]], tmp_path:
     assert (inputs, cluster, mesh) == ({"input_ids": (16, 512), "labels": (16, 512)}, "h100:1x8", "4x2")
     assert kwargs == {
         "precision": "fp32", "optimizer": "sgd", "grad_accumulation": 4, "memory": 70 * 10**9, "layout": "fsdp", "options": {"seconds": 30.0, "gap": 0.02},
-        "fork": False, "offload": "host",
+        "in_subprocess": False, "offload": "host",
     }  # fmt: skip
     assert r.stdout == a_plan().text() + "\n" and "capture: 1.2 s" in r.stderr
     assert Plan.load(out) == a_plan()
@@ -132,7 +132,7 @@ def test_plan_defaults(planning: Callable[..., list[Any]]) -> None:
     ((model, _, _, mesh), kwargs) = calls[0]
     assert model.config.num_hidden_layers == 28 and mesh is None
     said = {"precision": "bf16", "optimizer": "adamw", "grad_accumulation": 1}
-    assert kwargs == {**said, "memory": None, "offload": None, "layout": None, "options": None, "fork": False}
+    assert kwargs == {**said, "memory": None, "offload": None, "layout": None, "options": None, "in_subprocess": False}
     run(*PLAN, "--mesh", "dp=4,tp=2")
     assert calls[1][0][3] == {"dp": 4, "tp": 2}
 

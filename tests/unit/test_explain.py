@@ -16,6 +16,7 @@ from autopar.solver.fold import Folded, fold
 from autopar.solver.solve import Limits
 from tests.plans import captured
 from tests.spmd.test_planned import cluster
+from tests.wide import wide
 
 MESH = {"tp": 4}
 
@@ -85,6 +86,7 @@ def test_what_does_not_divide() -> None:
     assert e.verdict == "cannot" and "dim 1 of [64, 32] does not divide over the 3 devices" in e.text
 
 
+@wide
 def test_what_does_not_fit() -> None:
     """A parameter replicated, in a budget that just holds it sharded; and one that holds nothing."""
     mesh = {"dp": 4}

@@ -18,6 +18,7 @@ from autopar.errors import CaptureError
 from autopar.graph.graph import Graph, Op, Tensor
 from autopar.solver.fold import Folded, fold, folded
 from tests import models
+from tests.wide import cases, wide
 
 # ---- graphs made by hand -----------------------------------------------------------------------------------------
 
@@ -356,7 +357,10 @@ def test_gemma3() -> None:
 # Gemma-3 with the forward alone: its backward is in the test above, and captures take long.
 @pytest.mark.parametrize(
     ("name", "depth", "period", "grad"),
-    [("llama", 4, 1, True), ("gpt2", 4, 1, True), ("mixtral", 4, 1, True), ("gemma3", 14, 3, False)],
+    cases(
+        [("llama", 4, 1, True), ("gpt2", 4, 1, True), ("mixtral", 4, 1, True), ("gemma3", 14, 3, False)],
+        [("gpt2", 4, 1, True), ("mixtral", 4, 1, True)],
+    ),
 )
 def test_models(name: str, depth: int, period: int, grad: bool) -> None:
     full = fold(captured(name, depth, grad=grad))
@@ -378,6 +382,7 @@ def test_models(name: str, depth: int, period: int, grad: bool) -> None:
     assert len(set(expanded.values())) == len({full.tensor_rep[x.name] for x in full.graph.params.values()})
 
 
+@wide
 def test_t5() -> None:
     """Two stacks of different depths; the first layer of each computes the position bias, the last begins its gradient."""
     full = fold(captured("t5-attention", 6, 7))

@@ -44,6 +44,7 @@ from autopar.solver.model import Options, Program
 from autopar.solver.problem import BACKWARD, DEVICE, FORWARD, NONE, Decision, End, Key, Problem, Times, Value
 from autopar.solver.shrink import Shrunk, shrink
 from autopar.solver.solve import Infeasible, Limits, Solution, smallest, solve
+from tests.wide import cases
 
 MESH = Mesh.of({"dp": 2})
 CHUNKS, MODELS = 8, 3
@@ -563,7 +564,7 @@ def best(answers: Sequence[Answer], budget: float) -> Answer | None:
 
 
 def solved(problem: Problem, rerun: frozenset[int]) -> Decision | None:
-    """The program with whole fates, to the end."""
+    """The program with whole policies, to the end."""
     program = Program(problem, Options(policies="binary", rerun=rerun))
     model = mathopt.Model.from_model_proto(program.proto())
     result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=mathopt.SolveParameters(relative_gap_tolerance=1e-9))
@@ -627,7 +628,7 @@ def check_plan(c: Case, budget: float, where: str) -> None:
     want = best(c.answers, budget)
 
     def alike(only: Sequence[int]) -> tuple[Whole, float]:
-        """The whole at these strategies, where more is known of how long things live, and its best with fates alike."""
+        """The whole at these strategies, where more is known of how long things live, and its best with policies alike."""
         w = whole(c.folded, c.formulator, c.cluster, training, only)
         answer = best(Oracle(w, [[0]] * len(only), c.recompute).answers(), budget)
         return w, math.inf if answer is None else answer.seconds
@@ -636,7 +637,7 @@ def check_plan(c: Case, budget: float, where: str) -> None:
         assert want is None or alike([want.strategies[c.whole.like.index(i)] for i in range(len(c.allowed))])[1] == math.inf, where
         return
     d, choices = found.answer.decision, found.problem.choices
-    narrow = all(len(k.labels) == 1 for k in choices)  # fates were all that was left to decide
+    narrow = all(len(k.labels) == 1 for k in choices)  # policies were all that was left to decide
     only = [k.labels.index(choices[i].labels[0]) if narrow else d.strategies[i] for i, k in enumerate(c.problem.choices)]
     w, limit = alike(only) if narrow else (c.whole, math.inf)
     theirs = evaluate(replace(w.problem, budget_bytes=budget), spread(c.folded, found.shrunk, found.problem, found.names, d, w))
@@ -647,12 +648,12 @@ def check_plan(c: Case, budget: float, where: str) -> None:
     assert found.answer.bound_s <= min(found.answer.objective_s, math.inf if want is None else want.seconds) * (1 + 1e-9), where
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("chunk", cases(range(CHUNKS), range(1, 4)))
 def test_folded_answers_are_the_best_of_the_whole(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under every budget the folded program's optimum is the oracle's, and there is none where the oracle has none. Done in every layer,
     its answer takes as long and holds as much as it said.
 
-    Plans, where layers may be cut into segments with fates of their own: the same; never below their bound, and not above the best of their
+    Plans, where layers may be cut into segments with policies of their own: the same; never below their bound, and not above the best of their
     strategies without segments.
     """
     kinds = Counter[str]()
@@ -685,7 +686,7 @@ def program(seed: int) -> tuple[Folded, Cluster]:
 
 @dataclass
 class Segmented:
-    """uncut, problem: of a program, with all strategies; shrunk, names, cut: with its layers cut into segments with fates of their own, at the strategies
+    """uncut, problem: of a program, with all strategies; shrunk, names, cut: with its layers cut into segments with policies of their own, at the strategies
     `only`; smallest: what has the smallest peak there, `peak_bytes`."""
 
     seed: int
@@ -727,7 +728,7 @@ def in_segments(
 
 @pytest.mark.parametrize("cut", [(2, 2, 1), (1, 3, 1), (3, 2), (1, 2, 2)])
 def test_segments_hold_what_the_whole_holds(cut: tuple[int, ...]) -> None:
-    """Layers cut into segments with fates of their own, at the smallest peak: done in every layer, everything that is made again finds what it reads,
+    """Layers cut into segments with policies of their own, at the smallest peak: done in every layer, everything that is made again finds what it reads,
     and no position holds more. (Copies behind the first of a segment read what their own segment hands on.)"""
     models = 0
     for c in in_segments(cut):
@@ -747,8 +748,8 @@ def test_segments_hold_what_the_whole_holds(cut: tuple[int, ...]) -> None:
         (1, (4, 1), ("host",), 1),
     ],
 )
-def test_loose_rows_allow_what_segments_do(devices: int, cut: tuple[int, ...], media: tuple[str, ...], micro_batches: int) -> None:
-    """No answer with fates of their own for each segment is faster than the loose rows allow, at any budget; and the rows do say something."""
+def test_relaxed_rows_allow_what_segments_do(devices: int, cut: tuple[int, ...], media: tuple[str, ...], micro_batches: int) -> None:
+    """No answer with policies of their own for each segment is faster than the relaxed rows allow, at any budget; and the rows do say something."""
     checked = Counter[str]()
     for c in in_segments(cut, Mesh.of({"dp": devices}), False, media, micro_batches):
         others = frozenset((i, s) for i, choice in enumerate(c.problem.choices) for s in range(1, len(choice.labels)))
@@ -774,7 +775,7 @@ def check_bound(c: Segmented, bound: Relaxation, checked: Counter[str]) -> None:
 )
 def test_the_lower_bound_allows_what_segments_do(devices: int, cut: tuple[int, ...], media: tuple[str, ...]) -> None:
     """Where links take no time, segments come near to the lower bound, and are no faster. What one device does is not divided: there the lower bound allows all that the
-    loose rows do, and under no budget just that."""
+    relaxed rows do, and under no budget just that."""
     checked = Counter[str]()
     for c in in_segments(cut, Mesh.of({"dp": devices}), True, media):
         again = formulator(c.uncut.program.q, c.cluster, c.uncut.training, mesh=c.uncut.mesh)

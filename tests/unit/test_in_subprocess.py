@@ -99,13 +99,13 @@ def test_the_copy_ends_with_its_command(tmp_path: Path, number: signal.Signals) 
     script = tmp_path / "command.py"
     script.write_text(
         "import os, pathlib, sys, time\n"
-        "from autopar.capture import in_subprocess as fork\n"
+        "from autopar.capture import in_subprocess\n"
         "from autopar.cli import main as cli\n"
         "def copy():\n"
         f"    pathlib.Path({str(pid)!r}).write_text(str(os.getpid()))\n"
         "    print('begun', file=sys.__stderr__, flush=True)\n"
         "    time.sleep(60)\n"
-        "cli.app.command('wait')(lambda: print(fork.both(copy, lambda: time.sleep(60))))\n"
+        "cli.app.command('wait')(lambda: print(in_subprocess.beside(copy, lambda: time.sleep(60))))\n"
         "sys.argv = ['autopar', 'wait']\n"
         "cli.main()\n"
     )
@@ -123,7 +123,7 @@ def test_the_copy_ends_with_its_command(tmp_path: Path, number: signal.Signals) 
 def test_a_signal_to_the_copy_is_none_to_its_command() -> None:
     script = (
         "import os, signal, sys, time\n"
-        "from autopar.capture import in_subprocess as fork\n"
+        "from autopar.capture import in_subprocess\n"
         "from autopar.cli import main as cli\n"
         "here = os.getpid()\n"
         "def copy():\n"
@@ -131,7 +131,7 @@ def test_a_signal_to_the_copy_is_none_to_its_command() -> None:
         "        os.kill(os.getpid(), signal.SIGINT)\n"
         "        time.sleep(60)\n"
         "    return 'found here'\n"
-        "cli.app.command('wait')(lambda: print(fork.both(copy, lambda: time.sleep(1))))\n"
+        "cli.app.command('wait')(lambda: print(in_subprocess.beside(copy, lambda: time.sleep(1))))\n"
         "sys.argv = ['autopar', 'wait']\n"
         "cli.main()\n"
     )

@@ -23,6 +23,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.schema import canonical, dumps
 from autopar.planner import offline
 from autopar.planner.infeasible import InfeasibleError
+from tests.wide import wide
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1024}
 
@@ -91,6 +92,7 @@ def test_stages_last_as_long_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> No
     assert sum(stages) == pytest.approx(time.perf_counter() - start, abs=0.2)
 
 
+@wide
 def test_captures_at_once_give_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     here: list[int] = []
     real = offline.capture
@@ -125,7 +127,7 @@ def test_too_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def late(*_: object, **__: object) -> None:
         raise TimeoutError("no answer within 1 s")
 
-    for what in ("planner.stages.look", "planner.budgets.Budgets"):
+    for what in ("planner.stages.solve_relaxed", "planner.budgets.Budgets"):
         monkeypatch.setattr(f"autopar.{what}", late)
     with pytest.raises(AutoparError, match="no answer within 1 s") as e:
         planned()

@@ -27,6 +27,7 @@ from autopar.planner.refit import PlanMismatchError, refit
 from autopar.solver.fold import Folded
 from tests.models import ZOO
 from tests.spmd.test_planned import cluster
+from tests.wide import cases, wide
 
 MESH = "8"
 
@@ -67,7 +68,9 @@ def planned(name: str, layers: int, folded: Folded, mesh: str = MESH) -> Plan:
         return offline.plan(model(name, layers), ZOO[name].inputs(8, 32), cluster(8), mesh, options={"seconds": 300})
 
 
-@pytest.mark.parametrize(("name", "layers"), [("llama", 6), ("gpt2", 7), ("gemma3", 8), ("mixtral", 6), ("t5", 6)])
+@pytest.mark.parametrize(
+    ("name", "layers"), cases([("llama", 6), ("gpt2", 7), ("gemma3", 8), ("mixtral", 6), ("t5", 6)], [("llama", 6), ("mixtral", 6)])
+)
 def test_tiled_is_full(name: str, layers: int) -> None:
     tiled, full = programs(name, layers)
     assert tiled.note.startswith("folded from captures of") and len(tiled.graph.ops) < len(full.graph.ops)
@@ -152,6 +155,7 @@ def test_what_cannot_be_captured_is_told_of_the_whole() -> None:
 # ---- several plans in a process ------------------------------------------------------------------------------------
 
 
+@wide
 def test_meshes_in_any_order(tmp_path: Path) -> None:
     """Each as it is made in a process of its own."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1024}

@@ -22,6 +22,7 @@ from autopar.plan.diff import diff
 from autopar.plan.plan import Plan
 from autopar.plan.schema import canonical, dumps, save
 from tests.plans import full, made, with_collectives, with_sections
+from tests.wide import cases
 
 MESH = {"dp": 2, "tp": 4}
 
@@ -364,15 +365,16 @@ def damaged(text: str, rng: random.Random) -> bytes:
     return bytes(data)
 
 
-def test_damaged_files() -> None:
-    """10,000 files: each is refused with an AutoparError, or is a plan with which everything that can be done to a plan can be done."""
+@pytest.mark.parametrize("files", cases([1500, 10_000], [1500]))
+def test_damaged_files(files: int) -> None:
+    """Each is refused with an AutoparError, or is a plan with which everything that can be done to a plan can be done."""
     plan = full(made("tiny", MESH, "fsdp+tp"))
     text = dumps(plan)
     assert len(text) < 8000
     rng = random.Random(0)
     refused = slowest = 0.0
     start = time.process_time()
-    for _ in range(10_000):
+    for _ in range(files):
         data = damaged(text, rng)
         began = time.process_time()
         try:
@@ -386,5 +388,5 @@ def test_damaged_files() -> None:
             assert back.__dict__ == found.__dict__ and dumps(back) == again
             str(found), found.data_size, found.fallbacks, diff(plan, found)
         slowest = max(slowest, time.process_time() - began)
-    assert 3000 < refused < 9900, "the damage is too mild or too harsh to show anything"
+    assert 0.3 * files < refused < 0.99 * files, "the damage is too mild or too harsh to show anything"
     assert slowest < 2 and time.process_time() - start < 60

@@ -23,6 +23,7 @@ from autopar.predict.fit import Run, fit, start
 from autopar.predict.pieces import Piece, pieces
 from autopar.predict.runtime import RUNTIMES, Runtime
 from autopar.predict.step import Step, model_flops, step
+from tests.wide import wide
 
 WIDTH, INNER, LAYERS, HEADS, VOCAB, SEQ = 512, 1408, 8, 8, 4096, 512
 LLAMA = {
@@ -70,11 +71,10 @@ def params(model: nn.Module) -> int:
 @pytest.mark.parametrize(
     ("axes", "layout"),
     [
-        ({"tp": 1}, Layout(micro_batch=4)),
-        ({"cp": 1, "tp": 4}, Layout(tp=4, micro_batch=4)),
-        ({"cp": 2, "tp": 1}, Layout(cp=2, micro_batch=4)),
+        pytest.param({"tp": 1}, Layout(micro_batch=4), id="one", marks=wide),
+        pytest.param({"cp": 1, "tp": 4}, Layout(tp=4, micro_batch=4), id="tp"),
+        pytest.param({"cp": 2, "tp": 1}, Layout(cp=2, micro_batch=4), id="cp", marks=wide),
     ],
-    ids=["one", "tp", "cp"],
 )
 def test_a_step_is_the_plans_step(llama: nn.Module, axes: dict[str, int], layout: Layout) -> None:
     """On the devices of one replica, predicted by pieces and by the plan of the same layout: the same kernels and collectives, so the same time."""

@@ -14,7 +14,7 @@ from autopar import _torch
 from autopar.capture.capture import Role
 from autopar.graph.calls import is_collective, is_wait, nbytes
 from autopar.passes.defer import defer
-from autopar.passes.overlap import Stretch, blocking, calls_between, mark, overlapped, windows
+from autopar.passes.overlap import Window, blocking, calls_between, mark, overlapped, windows
 from autopar.passes.prefetch import prefetch
 
 c10d = torch.ops._c10d_functional
@@ -86,9 +86,9 @@ def test_stretches_without_layers() -> None:
         return x
 
     calls = calls_between(_trace(f, [(4,)]))
-    assert windows(calls, [0, 3, 5, 9], [8, 16, 4, 4]) == [Stretch(0, 5, (0, 1)), Stretch(5, 12, (2, 3))]
-    assert windows(calls, [0, 3, 3, 9], [8, 8, 8, 16]) == [Stretch(0, 9, (0, 1, 2)), Stretch(9, 12, (3,))]
-    assert windows(calls, [7], [8]) == [Stretch(7, 12, (0,))]
+    assert windows(calls, [0, 3, 5, 9], [8, 16, 4, 4]) == [Window(0, 5, (0, 1)), Window(5, 12, (2, 3))]
+    assert windows(calls, [0, 3, 3, 9], [8, 8, 8, 16]) == [Window(0, 9, (0, 1, 2)), Window(9, 12, (3,))]
+    assert windows(calls, [7], [8]) == [Window(7, 12, (0,))]
     assert windows(calls, [], []) == []
 
 
@@ -106,13 +106,13 @@ def test_stretches_are_layers() -> None:
 
     calls = calls_between(_trace(f, [(4,)]))
     inside = [start + j for start in (5, 21, 37, 53, 69) for j in (0, 8)]
-    layers = [Stretch(5 + 16 * k, 21 + 16 * k, (2 * k + 1, 2 * k + 2)) for k in range(5)]
-    last = Stretch(86, 88, (11,))
+    layers = [Window(5 + 16 * k, 21 + 16 * k, (2 * k + 1, 2 * k + 2)) for k in range(5)]
+    last = Window(86, 88, (11,))
     got = windows(calls, [1, *inside, 86], [10] * 11 + [30])
-    assert got == [Stretch(1, 5, (0,)), *layers[:4], Stretch(69, 86, (9, 10)), last]
+    assert got == [Window(1, 5, (0,)), *layers[:4], Window(69, 86, (9, 10)), last]
     # 9 bytes before the first layer are less than W / 2 and join it; 25 are enough for a stretch, and 3 more are not.
-    assert windows(calls, [1, *inside, 86], [9] + [10] * 10 + [30])[:2] == [Stretch(1, 21, (0, 1, 2)), layers[1]]
-    assert windows(calls, [1, 2, *inside, 86], [25, 3] + [10] * 10 + [30])[:2] == [Stretch(1, 2, (0,)), Stretch(2, 21, (1, 2, 3))]
+    assert windows(calls, [1, *inside, 86], [9] + [10] * 10 + [30])[:2] == [Window(1, 21, (0, 1, 2)), layers[1]]
+    assert windows(calls, [1, 2, *inside, 86], [25, 3] + [10] * 10 + [30])[:2] == [Window(1, 2, (0,)), Window(2, 21, (1, 2, 3))]
 
 
 # ---- prefetch ------------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def _arcs(g: random.Random, nodes: int, stage: int) -> tuple[Arc, ...]:
 
 
 def random_problem(seed: int) -> Problem:
-    """Two or three choices, one or two values with two or three placements, fates, a rerun, two memory rows."""
+    """Two or three choices, one or two values with two or three placements, policies, a rerun, two memory rows."""
     g = random.Random(seed)
     accounts = (Account(0, "compute"), Account(0, "inter"), Account(1, "compute"), Account(1, "inter"))
     choices = tuple(
@@ -141,7 +141,7 @@ def _with_events(problem: Problem, seed: int) -> Problem:
 
 
 def _all_binary(problem: Problem) -> float:
-    """The price of what the program with whole fates finds."""
+    """The price of what the program with whole policies finds."""
     program = Program(problem, Options(policies="binary"))
     model = mathopt.Model.from_model_proto(program.proto())
     result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=mathopt.SolveParameters(relative_gap_tolerance=1e-9))

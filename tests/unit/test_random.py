@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from autopar import _torch
 from autopar.capture.ops import captured_ops
 from autopar.kernels.random import SAMPLERS, Draw, EagerRandom, bits, dropout, keep_mask, normal, randint, sample, uniform
+from tests.wide import cases
 
 N = 1 << 16
 INDEX = torch.arange(N)
@@ -179,13 +180,18 @@ def test_samplers_have_the_moments_of_torch_s_ops(target: str) -> None:
     _has_moments(getattr(getattr(torch.ops.aten, name), overload)(*args, **kwargs), mean, std)
 
 
-def test_the_same_compiled() -> None:
-    def fn(seed: torch.Tensor, index: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return bits(seed, 3, index), dropout(x, 0.3, seed, 4, index)[0], uniform(seed, 5, index), uniform(seed, 6, index, torch.float64)
+COMPILED: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "bits": lambda seed, index, x: bits(seed, 3, index),
+    "dropout": lambda seed, index, x: dropout(x, 0.3, seed, 4, index)[0],
+    "uniform": lambda seed, index, x: uniform(seed, 5, index),
+    "uniform in double precision": lambda seed, index, x: uniform(seed, 6, index, torch.float64),
+}
 
+
+@pytest.mark.parametrize("name", cases(COMPILED, ["dropout"]))
+def test_the_same_compiled(name: str) -> None:
     args = (_seed(17, 1 << 35), INDEX[:1000] + (1 << 40) - 500, torch.randn(1000))
-    for got, want in zip(torch.compile(fn, fullgraph=True)(*args), fn(*args), strict=True):
-        assert torch.equal(got, want)
+    assert torch.equal(torch.compile(COMPILED[name], fullgraph=True)(*args), COMPILED[name](*args))
 
 
 # --- eager runs draw what captured steps draw -------------------------------------------------------------------

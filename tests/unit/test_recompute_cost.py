@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import pytest
-from benchmarks.baselines.recompute import as_compiled
 
 from autopar.cost import Cost
 from autopar.cost.fusion import Storages
@@ -17,7 +16,9 @@ from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Plan
 from autopar.rules import lookup
 from benchmarks.baselines.program import Program, capture_program
+from benchmarks.baselines.recompute import as_compiled
 from tests.models import ZOO
+from tests.wide import cases
 
 H100 = Cluster.of("h100:1")
 H100 = H100.model_copy(update={"device": H100.device.model_copy(update={"launch_s": 0.0})})
@@ -33,7 +34,7 @@ def price(p: Program, op: Op) -> float:
     return p.cost.op(op, p.rules[op.name], {}, tuple(Placement.of(t.shape) for t in op.inputs), whole, recompute=True).seconds
 
 
-@pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.parametrize("name", cases(["llama", "bert"], ["llama"]))
 def test_what_is_made_again_alone(name: str) -> None:
     """Against the step in which all is kept but what lies between. Random numbers are not compared: the step draws them in many calls. (GPT-2's queries, keys and
     values are parts of one sum: each is charged a third of it, where one alone reads all.)"""

@@ -73,7 +73,7 @@ def test_segments_must_add_up() -> None:
 
 @pytest.mark.parametrize("counts", [(3, 3), (1, 5), (2, 3, 1)])
 def test_one_decision_one_price(counts: tuple[int, ...]) -> None:
-    """All segments given the fates that one segment has: time and memory at every position are the same."""
+    """All segments given the policies that one segment has: time and memory at every position are the same."""
     f = whole("llama")
     one = shrink(f)
     problem, _ = formulated(one)
@@ -92,7 +92,7 @@ def test_one_decision_one_price(counts: tuple[int, ...]) -> None:
 
 
 def spread(p: Problem, names: Names, cut: Problem, cut_names: Names, d: Decision) -> Decision:
-    """`d` of `p`, in which all layers share their fates, as a decision of `cut`."""
+    """`d` of `p`, in which all layers share their policies, as a decision of `cut`."""
 
     def key(value: str, n: Names) -> tuple[str, int]:
         """Values of a class are told apart by who reads them."""

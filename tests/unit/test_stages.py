@@ -13,8 +13,7 @@ import autopar
 from autopar.errors import AutoparError
 from autopar.plan.plan import Plan
 from autopar.plan.schema import dumps
-from autopar.planner import budgets
-from autopar.planner import stages as staged
+from autopar.planner import budgets, stages
 from autopar.planner.infeasible import InfeasibleError
 from autopar.solver.solve import NoAnswer
 
@@ -49,14 +48,14 @@ def planned(mesh: str, model: nn.Module | None = None, **kw: Any) -> autopar.Pla
 def test_two_axes_without_an_answer_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer is one of the whole mesh, no better than the whole program's, and so is the bound."""
     best = planned("4x2")
-    true, left = staged.solve_relaxed, [True]
+    true, left = stages.solve_relaxed, [True]
 
     def no_time(*args: Any, **kw: Any) -> Any:
         if left.pop() if left else False:
             raise NoAnswer("no answer within 60 s", 1e-9)
         return true(*args, **kw)
 
-    monkeypatch.setattr(staged, "look", no_time)
+    monkeypatch.setattr(stages, "solve_relaxed", no_time)
     merged = planned("4x2")
     assert not left and merged.mesh_axes == best.mesh_axes and merged.solver["stopped_by"] in ("gap", "axes", "time")
     assert float(merged.solver["bound_s"]) <= best.predicted["step_time_s"] * (1 + 1e-9) <= merged.predicted["step_time_s"] * (1 + 0.011)
@@ -74,7 +73,7 @@ def test_one_axis_without_an_answer_is_asked_as_a_frontier_is(monkeypatch: pytes
     assert least < 0.9 * most.predicted["peak_memory_bytes"]
     rooms = most.predicted["peak_memory_bytes"] * 1.01, least * 1.001
     best = [planned("8", deep, memory=b) for b in rooms]
-    monkeypatch.setattr(staged, "look", no_time)
+    monkeypatch.setattr(stages, "solve_relaxed", no_time)
     for plan, budget in zip(best, rooms, strict=True):
         found = planned("8", deep, memory=budget)
         assert found.predicted["peak_memory_bytes"] <= budget
@@ -88,7 +87,7 @@ def test_one_axis_without_an_answer_is_asked_as_a_frontier_is(monkeypatch: pytes
 
 
 def test_no_answer_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staged, "look", no_time)
+    monkeypatch.setattr(stages, "solve_relaxed", no_time)
     monkeypatch.setattr(budgets, "Budgets", no_time)
     with pytest.raises(AutoparError, match=r"no answer within 60 s(?s:.*)more time"):
         planned("8")
@@ -97,7 +96,7 @@ def test_no_answer_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_whole_of_three_axes_is_no_worse_than_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left out for being dearer than a known answer changes no optimum: merged axes alone are never better, and proven less good."""
     whole = planned("2x2x2", options={"gap": 1e-4, "seconds": 120})
-    monkeypatch.setattr(staged.Stages, "pruned", lambda self, v, best, *bounds: best)
+    monkeypatch.setattr(stages.Stages, "pruned", lambda self, v, best, *bounds: best)
     merged = planned("2x2x2", options={"gap": 1e-4, "seconds": 120})
     assert whole.predicted["step_time_s"] <= merged.predicted["step_time_s"] * (1 + 1e-9)
     assert float(whole.solver["gap"]) <= 1e-4 < 1e-3 < float(merged.solver["gap"])

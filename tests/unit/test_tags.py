@@ -34,6 +34,7 @@ from autopar.planner.refit import refit
 from autopar.solver.fold import fold
 from autopar.solver.solve import Limits
 from tests.spmd.test_planned import cluster
+from tests.wide import cases
 
 aten = torch.ops.aten
 SAVED = [aten.mm.default, aten._scaled_dot_product_flash_attention.default]
@@ -272,7 +273,7 @@ def made_by(g: Graph, tensors: set[str], where: str = "layers") -> set[str]:
     return {op.target.split(".")[1] for op in forward(g) for t in op.outputs if t is not None and t.name in tensors and where in op.module}
 
 
-@pytest.mark.parametrize("how", ["plain", "list", "second"])
+@pytest.mark.parametrize("how", cases(["plain", "list", "second"], ["second"]))
 def test_regions_are_made_again_though_memory_is_plentiful(how: str) -> None:
     g, plan = planned(how, how, how)
     kept, again = made_by(g, set(plan.kept)), made_by(g, {t.name for op in g.ops if op.name in plan.recompute for t in op.outputs if t})
@@ -365,7 +366,7 @@ def alone() -> Any:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("layout", [None, "ddp"])
+@pytest.mark.parametrize("layout", cases([None, "ddp"], [None]))
 def test_gradients_are_bitwise_those_without(alone: None, layout: str | None) -> None:
     """With dropout: a mask made again is the mask."""
     found = []

@@ -54,7 +54,7 @@ def apply(
     recompute = {names.reruns[i] for i in decision.rerun}
     outputs_of = {op.name: op.outputs for op in q.graph.ops}
     stands = {small: op.name for op in reversed(graph.ops) for small in (shrunk.image[op.name],)}
-    # Operators of copies that were not captured but have a fate of their own are told under the shrunk graph's names.
+    # Operators of copies that were not captured but have a policy of their own are told under the shrunk graph's names.
     more = [op for op in q.graph.ops if op.name not in stands]
     order = tuple(stands.get(op.name, op.name) for op in q.graph.ops)
     kept: dict[str, Placement] = {}

@@ -1,9 +1,9 @@
 """A bound for every plan on a mesh, whatever its axes: all work and all bytes divided evenly over all devices, and links free.
 
-What remains is what to keep and what to make again under the memory of a device, with fates as shares of layers. Any plan computes at least
+What remains is what to keep and what to make again under the memory of a device, with policies as shares of layers. Any plan computes at least
 what each of its clusters computes under its fastest strategy, holds at least a device's share of every tensor, and waits for no less than
-nothing; so the optimum of this program, a linear one, is no more than any plan's time. Its memory rows are loose ones (`formulate.loose`), since layers may
-have fates of their own: a first layer that alone runs again reads what comes from outside, where a mean over layers needs some of what they hand on.
+nothing; so the optimum of this program, a linear one, is no more than any plan's time. Its memory rows are relaxed ones (`Problem.relaxed_rows`), since layers may
+have policies of their own: a first layer that alone runs again reads what comes from outside, where a mean over layers needs some of what they hand on.
 
 It is used where the program of the mesh itself is too large to be solved (three axes and more).
 """

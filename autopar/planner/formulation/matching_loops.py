@@ -15,7 +15,7 @@ from autopar.rules.strategy import letter_at, right_of
 
 
 class Loops:
-    """maker, chain: as `formulate.clusters.Clusters` has them, the maker an operator. readers: tensor -> who reads it."""
+    """maker, chain: as `autopar.planner.formulation.clusters.Clusters` has them, the maker an operator. readers: tensor -> who reads it."""
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ the g - 1 copies before it is whole, and its neighbours' and its own tensors liv
 affine in g, with the sizes kept as the slope. So the peak over g lies at g = 1 or g = M. In forward kept bytes only grow, so g = M
 suffices. In backward kept bytes shrink and gradients grow as g falls: there is a row for either end.
 
-The rows that bound plans whose layers have fates of their own: `formulate.relaxed_rows`.
+The rows that bound plans whose layers have policies of their own: `autopar.planner.formulation.relaxed_rows`.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Rows:
                     shared[name] = bases[said, at], during
                     (inside if op.name in layers else outside).append((name, _sum(bases[said, at], during)))
         outside.append(("optimizer step", _sum(static, step)))
-        # Those outside of the layers are loose rows too: none is left out for one inside.
+        # Those outside of the layers are relaxed rows too: none is left out for one inside.
         kept = _undominated(outside)
         found = [*kept, *_undominated(inside, kept)]
         if not f.is_decided:

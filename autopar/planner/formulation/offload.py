@@ -10,7 +10,7 @@ with 0 where there is no such stretch: what the last layer keeps has nowhere to 
 together fits the host's memory, or the disk. (SSDTrain, Wu et al. 2024, section 3; Yuan et al., USENIX ATC '24, section 3.2: the share of
 activations that is offloaded is what the link carries beside compute.)
 
-Repeated layers. A copy's stretch and the next one's stand for all of them: one row for each copy that the graph has. Of fates that are means over the
+Repeated layers. A copy's stretch and the next one's stand for all of them: one row for each copy that the graph has. Of policies that are means over the
 layers only the sum of these rows over the stack holds (`Problem.relaxed_limits`).
 """
 
@@ -25,7 +25,7 @@ from autopar.solver.problem import DEVICE, HOST, NVME, Key, Limit, Problem
 
 
 def limits(life: Lifetimes, problem: Problem) -> tuple[tuple[Limit, ...], tuple[Limit, ...]]:
-    """What bounds the fates of `problem` that are not on the device; and as much of it as holds for fates that are means over layers."""
+    """What bounds the policies of `problem` that are not on the device; and as much of it as holds for policies that are means over layers."""
     f = life.f
     if not f.training.media:
         return (), ()

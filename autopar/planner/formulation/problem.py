@@ -42,7 +42,7 @@ def formulate(q: SymmetryClasses, rules: Mapping[str, Rule], mesh: Mesh, cost: C
 
 
 class Formulator:
-    """Goes through a program once and makes its choices, values and reruns. only: of every choice the one strategy that is left (fates are then all that is
+    """Goes through a program once and makes its choices, values and reruns. only: of every choice the one strategy that is left (policies are then all that is
     decided)."""
 
     def __init__(

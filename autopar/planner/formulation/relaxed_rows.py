@@ -1,9 +1,9 @@
-"""Loose rows. Fates stand for all layers of a segment; where layers may each have their own, a fate between 0 and 1 is their mean, and a row holds for it
-only as far as it does not depend on whose fate it is. Outside of the layers it does not, but for what is on its way from or to the device: that is one
+"""Relaxed rows. Policies stand for all layers of a segment; where layers may each have their own, a policy between 0 and 1 is their mean, and a row holds for it
+only as far as it does not depend on whose policy it is. Outside of the layers it does not, but for what is on its way from or to the device: that is one
 layer's, which may keep nothing so. In the last two layers, of a tensor that k of the n have freed
 the others keep at least n y - k, and at least nothing; what a layer makes again or brings from where it is kept may be nothing. Of what layers hand on one
 fewer is needed than layers run again: the first reads what comes from outside. And what runs again takes as long as in the layer where it takes least
-(`Rerun.relaxed_times`). So much is a bound for any fates (`autopar.planner.stages`).
+(`Rerun.relaxed_times`). So much is a bound for any policies (`autopar.planner.stages`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from autopar.solver.problem import DEVICE, Key
 
 
 class RowRelaxation:
-    """Makes loose rows of `rows`'. rests: of `Problem.rests`, with their places."""
+    """Makes relaxed rows of `rows`'. rests: of `Problem.rests`, with their places."""
 
     def __init__(self, life: Lifetimes) -> None:
         self.life = life
         self.rests: dict[tuple[tuple[Key, float], ...], int] = {}
 
     def row(self, terms: dict[Key, float], inside: bool) -> dict[Key, float]:
-        """What a row outside of the layers, or of the last ones (inside), says of fates that are means over all layers. (Of others it says little.)"""
+        """What a row outside of the layers, or of the last ones (inside), says of policies that are means over all layers. (Of others it says little.)"""
         out: dict[Key, float] = defaultdict(float)
         freed: dict[int, float] = defaultdict(float)  # value -> of how many layers it is gone, or need not be kept
         gone: dict[int, float] = {}

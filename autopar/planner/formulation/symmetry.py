@@ -23,7 +23,7 @@ class SymmetryClasses:
 
     rep, tensor_rep: the class of everything in `graph`. group: tensor -> the value it belongs to (the name of one of its tensors);
     members: value -> its tensors. together: as of `solver.fold.Folded`. times, tensor_times: how many of the program each in `graph` stands for. segment: operators of a class that
-    share a fate (`solver.shrink`).
+    share a policy (`solver.shrink`).
     """
 
     graph: Graph

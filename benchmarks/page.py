@@ -1,0 +1,345 @@
+"""docs/benchmarks.md and its figures, of what `benchmarks/results/` holds. Nothing is measured here.
+
+    python -m benchmarks.page
+
+Every number of the page is read from a result; run this after a benchmark has written a new one. Figures need matplotlib (`pip install "autopar[docs]"`), the text does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+FIGURES = ROOT / "docs" / "figures"
+
+Result = dict[str, Any]
+
+# What people call the files of published rows.
+SOURCES = {
+    "hagemann_a100": "Hagemann et al., Llama-13B on A100",
+    "kwai_h800": "Kuaishou, Llama on H800",
+    "llm_foundry_fsdp": "LLM Foundry, FSDP on A100 and H100",
+    "megatron_2021_a100": "Megatron-LM, A100",
+    "megatron_core_h100": "Megatron-LM, H100",
+    "nanotron_h100": "nanotron, H100",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-figures", action="store_true", help="write the text alone")
+    a = parser.parse_args()
+    results = read()
+    PAGE.write_text(page(results), encoding="utf-8")
+    if not a.no_figures:
+        from benchmarks.charts import draw
+
+        draw(results, FIGURES)
+
+
+def read(folder: Path = RESULTS) -> dict[str, Result]:
+    """Results by the name of their file."""
+    return {p.stem: json.loads(p.read_text(encoding="utf-8")) for p in sorted(folder.glob("*.json"))}
+
+
+def page(results: dict[str, Result]) -> str:
+    """The text of docs/benchmarks.md."""
+    parts = [HEAD, *(section(results) for section in SECTIONS)]
+    return "\n\n".join(p.strip("\n") for p in parts) + "\n"
+
+
+HEAD = """# Benchmarks
+
+<!-- Written by `python -m benchmarks.page` from benchmarks/results/*.json. Do not edit: change the script, or measure again. -->
+
+What was measured, how, and on what. Three kinds of numbers appear, and each table says which it has.
+
+- *Published*: step times and peaks that other people measured on GPUs with their own programs. Our cost model is compared with them.
+- *Measured*: run on two CPU cores, over gloo where there are several processes.
+- *Predicted*: by the cost model, for GPUs that were not there.
+
+No run of autopar on a GPU has been recorded yet. How to measure again stands under each section; what a fair comparison must hold equal stands in
+`benchmarks/README.md`."""
+
+
+# ---- sections ----------------------------------------------------------------------------------------------------
+
+
+def one_curve(results: dict[str, Result]) -> str:
+    r = results["demo"]
+    plain = r["losses"]["one process"]
+    rows = []
+    for name, losses in r["losses"].items():
+        if name != "one process":
+            far = max(abs(a - b) for a, b in zip(losses, plain[len(plain) - len(losses) :], strict=True))
+            rows.append([name, str(len(losses)), f"{far:.1e}"])
+    return f"""## The same losses as on one process
+
+`make demo`: a Llama of {r["parameters"] / 1e6:.1f} million parameters, float32, AdamW, Inductor, over {len(plain)} steps; a checkpoint after step {r["resumed_at"]} is resumed on half as many
+processes. The loss falls from {plain[0]:.3f} to {plain[-1]:.3f}. The largest difference of any step's loss from one process in plain PyTorch:
+
+{table(["run", "steps", "largest difference of the loss"], rows)}
+
+The second process sees the rows of every batch in reverse order, which changes nothing but the order of sums: so far rounding alone drifts. The demo fails where a difference is larger than that
+explains. It measures no speed: the processes share two cores.
+
+{origin(results, "demo")}"""
+
+
+def published(results: dict[str, Result]) -> str:
+    r = results["published"]
+    ways = {
+        "fitted": "fitted to",
+        "random parts of each source left out": "a random fifth left out",
+        "sources left out": "the whole source left out",
+    }
+    rows = [
+        [
+            SOURCES[s],
+            f"{e['rows']}",
+            *(f"{share(r['step time'][way][s]['mean'])} ({share(r['step time'][way][s]['median'])})" for way in ways),
+        ]
+        for s, e in r["step time"]["fitted"].items()
+    ]
+    memory, fits = r["peak memory"]["kwai_h800"], r["out of memory"]
+    sweeps = {name: v for name, v in r["ranks"].items() if name != "all"}
+    first = sum(v["place of the best"] == 1 for v in sweeps.values())
+    constants = len(r["constants"])
+    alone: Result = next((v for k, v in r["step time"].items() if k.startswith("left out: ")), {})
+    two = "".join(
+        f"Two runs of Llama-175B with 8k tokens on 256 H800 were left out together: {share(v['mean'])} off on average, {share(v['max'])} at most."
+        for v in alone.values()
+    )
+    return f"""## Predicted against published
+
+The cost model has {constants} constants (products, attention, memory, links, overlap, one slowdown a framework). They are fitted to {len(r["rows"])} published step times.
+The table has the mean error of a step time, and the median in brackets: of rows that the constants were fitted to, of rows that were left out at random, and of a whole source that was left out.
+
+{table(["source", "rows", *ways.values()], rows)}
+
+![Predicted against published and measured step times](figures/predicted.svg)
+
+{two}
+
+Peak memory, to which nothing is fitted: {share(memory["mean"])} off on average over {memory["rows"]} runs on H800, {share(memory["max"])} at most. Of {fits["rows"]} runs of the
+Llama-13B sweep, {share(fits["right"])} are told right whether they fit: {fits["said to fit, did not"]} were said to fit and did not, {fits["said not to fit, did"]} the other way round.
+What allocators lose in that sweep's pipelines is fitted to that. In {first} of the sweep's {len(sweeps)} groups the layout that is predicted fastest was the fastest.
+
+The result also lists what was assumed where a source does not say, and {len(r["not priced"])} rows that could not be priced, with the reason.
+
+{origin(results, "published")}"""
+
+
+def steps(results: dict[str, Result]) -> str:
+    cases = [c for name in ("steps", "steps_4") for c in results[name]["cases"]]
+    rows = []
+    for n in sorted({c["processes"] for c in cases}):
+        errors = [abs(c["error"]) for c in cases if c["processes"] == n]
+        rows.append([str(n), str(len(errors)), share(statistics.mean(errors)), share(max(errors))])
+    by = {n: results[f"collectives_{n}"]["summary"] for n in (2, 4)}
+    sent = [c["sent_bytes"] for c in results["collectives_4"]["cases"]]
+    models = sorted({c["model"] for c in cases})
+    layouts = sorted({c["layout"] for c in cases})
+    return f"""## Predicted against measured, on this machine
+
+`autopar calibrate` measures a machine; then steps of {listed(models)} under {listed(layouts)} are predicted and run: gloo, two cores, float32.
+
+{table(["processes", "cases", "mean error of the step", "largest"], rows)}
+
+Collectives over gloo, {size(min(sent))} to {size(max(sent))}: the median error is {share(by[2]["median_error"])} between two processes ({by[2]["cases"]} cases) and
+{share(by[4]["median_error"])} among four ({by[4]["cases"]} cases). Repetitions of one case differ by {share(by[2]["median_spread"])} and {share(by[4]["median_spread"])} (medians).
+
+{origin(results, "steps", "steps_4", "collectives_2", "collectives_4")}"""
+
+
+def equal_memory(results: dict[str, Result]) -> str:
+    runs = [r for name in ("memory", "memory_t5") for r in results[name]["runs"]]
+    rows: list[list[str]] = []
+    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for model in dict.fromkeys(r["model"] for r in runs):
+        row = [model]
+        for fusion in ("planned", "compiled"):
+            ratios = [x["ours"]["ratio"] for r in runs if (r["model"], r["fusion"]) == (model, fusion) for x in r["rows"]]
+            won = [x["ours"]["dominated"] for r in runs if (r["model"], r["fusion"]) == (model, fusion) for x in r["rows"]]
+            counts[fusion][0] += sum(won)
+            counts[fusion][1] += len(won)
+            row += [f"{min(ratios):.3f} to {max(ratios):.3f}", f"{sum(won)} of {len(won)}"]
+        rows.append(row)
+    (p, p_all), (c, c_all) = counts["planned"], counts["compiled"]
+    return f"""## Time at equal memory
+
+Every way to save activation memory that people use, on a model of four layers and one H100: torch's min-cut partitioner, its memory budget, checkpoints by operator and by layer, Kuaishou's
+balanced rule. Each setting has a peak and a time. The planner is then asked for the fastest step within that peak. The ratio is our time over theirs: below one, the plan is faster.
+Nothing was run: both are priced by the simulator, once as the integer program prices recomputation ("planned") and once as a compiler fuses it with backward ("compiled").
+
+{table(["model", "planned: ratio", "no worse", "compiled: ratio", "no worse"], rows)}
+
+"No worse" means within the gap to the optimum that the plan itself states: {p} of {p_all} settings by planned prices, {c} of {c_all} by compiled ones.
+
+![Time at equal memory](figures/memory.svg)
+
+{origin(results, "memory", "memory_t5")}"""
+
+
+def equal_memory_measured(results: dict[str, Result]) -> str:
+    r = results["memory_measured"]
+    rows = []
+    above = 0
+    total = 0
+    for m in r["measured"]:
+        ratios = [x["ratio"] for x in m["rows"]]
+        total += len(ratios)
+        above += sum(x["low"] > 1 for x in ratios)
+        rows.append([m["model"], str(len(ratios)), f"{min(x['median'] for x in ratios):.2f} to {max(x['median'] for x in ratios):.2f}"])
+    most = results["resident"]["rows"]
+    return f"""### Run on a CPU
+
+The same comparison with forward and backward executed, at equal measured peaks of live tensors, {r["arguments"]["repeats"]} interleaved rounds, beside other work on the machine.
+
+{table(["model", "settings", "median ratio of times"], rows)}
+
+The 95% interval lies wholly above 1 in {above} of {total} settings.
+
+Compiled by Inductor, the resident memory of the whole process falls in the order of the predicted peaks{"" if results["resident"]["same_order"] else " (it does not)"}:
+
+{table(["predicted peak", "resident peak", "operators that run again"], [[size(x["predicted_bytes"]), size(x["resident_peak_bytes"]), str(x["made_again"])] for x in most])}
+
+{origin(results, "memory_measured", "resident")}"""
+
+
+def offloaded(results: dict[str, Result]) -> str:
+    r = results["nvme"]
+    rows = []
+    for c in r["cases"]:
+        name = c["case"].split(",")[0]
+        for x in c["rows"]:
+            if "lower_by" in x:
+                rows.append([name, share(x["lower_by"]), f"{x['longer_by']:.2%}", str(x["away"]), str(x["recomputed"])])
+    return f"""### Offload to files
+
+Predicted, for one A100 with SSDs of {r["write_GBps"]} GB/s to write and {r["read_GBps"]} GB/s to read; models of four layers and hidden size 8192.
+
+{table(["model", "activation peak lower by", "step longer by", "values in files", "operators that run again"], rows)}
+
+{origin(results, "nvme")}"""
+
+
+def planning(results: dict[str, Result]) -> str:
+    rows = []
+    for x in results["planning"]["rows"]:
+        gap = f"{x['gap']:.2%}" if "gap" in x else f"{x['points']} plans"
+        rows.append([case(x["case"]), f"{x['command_s'] - x['imports_s']:.1f} s", f"{x['imports_s']:.1f} s", f"{x['peak_GB']:.2f} GB", gap])
+    return f"""## Planning time
+
+The command `autopar plan`, from the start of the process to the plan on disk, on two CPU cores. Imports (torch, transformers) are apart: they are the same for every plan. Sequences of
+{results["planning"]["seq"]:,} tokens. The last column says how far from the optimum the plan may be at most, or how many plans of a frontier were made.
+
+{table(["model, cluster, mesh, batch", "planning", "imports", "memory", "gap"], rows)}
+
+Depth and the number of devices hardly matter, since equal layers are planned once. The mesh does: two axes are solved whole, more are merged first.
+
+![Planning time by layers, devices and mesh axes](figures/planning.svg)
+
+{origin(results, "planning", "planning_growth")}"""
+
+
+def layouts(results: dict[str, Result]) -> str:
+    r, h = results["layouts"], results["hand"]
+    rows = []
+    for x in r["runs"]:
+        ours = f"{x['plan']['step_time_s'] * 1e3:,.1f} ms" if "step_time_s" in x["plan"] else "nothing fits"
+        rows.append([x["model"], x["mesh"], str(x["batch"]), ours, x["best"] or "none possible", f"{x['ratio']:.2f}" if x["ratio"] else ""])
+    hands = []
+    for x in h["runs"]:
+        won = f"{x['ratio']:.2f}" if x["ratio"] else "no layout fits"
+        ours = f"{x['search']['step_time_s']:.3f} s" if x["search"] else ""
+        hands.append(
+            [x["model"], x["cluster"], str(x["batch"]), x["search"]["layout"] if x["search"] else "", ours, won, f"{x['search_s']:.0f} s"]
+        )
+    return f"""## Against layouts made by hand
+
+Predicted, by one price for both. First the plan against the best plan that is `ddp`, `fsdp`, `tp` or `fsdp+tp`, on H100; no layout is given to the solver as a hint.
+The last column is the time of the best layout over the plan's: above one, the plan is faster. It is worse in {r["summary"]["plan_worse"]} of {r["summary"]["cases"]} cases.
+
+{table(["model", "mesh", "batch", "plan's step", "best layout", "layout / plan"], rows)}
+
+Then `autopar search` against layouts as the usual guides write them, with every micro-batch and recomputation. It is worse in {h["summary"]["worse"]} of {h["summary"]["cases"]} cases.
+
+{table(["model", "cluster", "batch", "found", "its step", "hand / found", "search took"], hands)}
+
+{origin(results, "layouts", "hand")}"""
+
+
+def building(results: dict[str, Result]) -> str:
+    init = results["init_memory"]
+    rows = [
+        [str(x["layers"]), f"{x['before_lowering_s']:.1f} s", f"{x['lowering_s']:.1f} s", str(x["backward"]["distinct_layers"])]
+        for x in results["compile_time_llama"]["runs"]
+    ]
+    return f"""## The first step
+
+Compiling a narrow Llama with Inductor, on one process: equal layers are compiled once, so depth costs graph work, not compile time.
+
+{table(["layers", "until it is lowered", "lowering", "distinct layers in backward"], rows)}
+
+Initialising {init["parameters"] / 1e9:.2f} billion parameters that start on the meta device, on {init["ranks"]} processes: each grows by {size(init["peak_growth_bytes"])} at its peak,
+{init["ratio"]:.3f} times its shard of {size(init["shard_bytes"])}. The whole model is never on one process.
+
+{origin(results, "compile_time_llama", "init_memory")}"""
+
+
+SECTIONS: tuple[Callable[[dict[str, Result]], str], ...] = (
+    one_curve, published, steps, equal_memory, equal_memory_measured, offloaded, planning, layouts, building,
+)  # fmt: skip
+
+
+# ---- parts -------------------------------------------------------------------------------------------------------
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def origin(results: dict[str, Result], *names: str) -> str:
+    """Where numbers are from, and the commands that make them again."""
+    lines = ["Measured again by:", "", *(f"    {results[n]['command']}" for n in names), ""]
+    machines = sorted({(results[n]["device"], results[n]["torch"], results[n]["python"]) for n in names})
+    files = listed([f"`benchmarks/results/{n}.json`" for n in names])
+    where = listed([f"{device}, torch {torch}, Python {python}" for device, torch, python in machines])
+    return "\n".join([*lines, f"Results: {files}. Machine: {where}."])
+
+
+def share(x: float) -> str:
+    return f"{x:.1%}"
+
+
+def size(n: float) -> str:
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if n >= unit:
+            return f"{n / unit:,.2f} {name}"
+    return f"{n:.0f} B"
+
+
+def listed(words: Sequence[str]) -> str:
+    words = list(words)
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
+
+
+def case(text: str) -> str:
+    """ "llama3-8b,h100:8x8,64,64" for people."""
+    model, cluster, mesh, batch, *more = text.split(",")
+    return ", ".join([model, cluster, mesh, batch, *more])
+
+
+if __name__ == "__main__":
+    main()
