@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -46,10 +46,7 @@ def _load() -> None:
 
 def operator(target: str) -> Callable[..., Any]:
     """The torch operator named `target`, for a lowering that runs it on other arguments."""
-    found: Any = torch.ops
-    for part in target.split("."):
-        found = getattr(found, part)
-    assert callable(found)
+    found: Callable[..., Any] = functools.reduce(getattr, target.split("."), cast(Any, torch.ops))
     return found
 
 
