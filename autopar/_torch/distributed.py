@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,11 +13,20 @@ import torch.utils._python_dispatch
 import torch.utils._pytree
 
 from autopar.tensors.memory_format import order_of, strides_of
+from autopar.text.log import VARIABLE
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 collectives = torch.ops._c10d_functional  # issued and awaited by separate ops, which a graph can hold
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """DTensor warns that it has no all-to-all on a CPU whenever a parameter or a gradient goes from one dim's shards to another's. That is slow there, not wrong."""
+    return "does not support alltoall" not in record.getMessage() or bool(os.environ.get(VARIABLE))
+
+
+logging.getLogger("torch.distributed.tensor._collective_utils").addFilter(_is_news)
 
 
 def _registry() -> Any:

@@ -21,6 +21,11 @@ Batch = Annotated[int, typer.Option(min=1, help="sequences in a step, over all d
 Sequence = Annotated[int, typer.Option(min=1, help="tokens in a sequence")]
 Computed = Annotated[str, typer.Option("--precision", help="bf16, fp16 or fp32: what is computed in")]
 
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document instead of text (docs/json.md)")]
+How = Annotated[str, typer.Option("--runtime", help="what software runs it: autopar, megatron, megatron-overlap, fsdp")]
+StateOf = Annotated[str, typer.Option("--optimizer", help="whose state memory is counted: adamw, adamw-fused, adamw8bit, sgd, ...")]
+SomeLayers = Annotated[int | None, typer.Option("--layers", min=1, help="only so many of the model's layers")]
+
 
 def built(model: str, layers: int | None, batch: int, seq: int) -> tuple[Any, dict[str, tuple[int, ...]]]:
     """The model on the meta device, and the shapes of a batch. What captures it is imported here too: torch's compiler, which takes seconds."""

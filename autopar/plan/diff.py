@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 from autopar.graph.placement import Placement
 from autopar.plan.decisions import CollectiveUse, Decisions, OpChoice, ParamChoice
 from autopar.plan.schema import is_timing
-from autopar.plan.text import merged, placed
+from autopar.plan.text import measure, merged, placed
+from autopar.text.sizes import format_bytes
 
 NONE = "(none)"
 _FOLLOW = ("view", "cheap")
@@ -136,7 +137,7 @@ def collectives(a: Decisions, b: Decisions) -> list[str]:
         return out
 
     def say(t: tuple[int, float]) -> str:
-        return f"{t[0]} x, {t[1] / 1e6:,.2f} MB" if t[0] else NONE
+        return f"{t[0]} x, {format_bytes(t[1])}" if t[0] else NONE
 
     x, y = totals(a.collectives), totals(b.collectives)
     lines = [f"{k}: {say(x.get(k, (0, 0.0)))} -> {say(y.get(k, (0, 0.0)))}" for k in sorted({**x, **y}) if x.get(k) != y.get(k)]
@@ -155,8 +156,15 @@ def _numbers(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
             continue
         numbers = all(isinstance(v, (int, float)) for v in (x, y))
         change = f"  ({100 * (y / x - 1):+.1f}%)" if numbers and x else ""
-        lines.append(f"{k}: {_say(x)} -> {_say(y)}{change}")
+        name, before, after = _pair(k, x, y)
+        lines.append(f"{name}: {before} -> {after}{change}")
     return lines
+
+
+def _pair(key: str, x: Any, y: Any) -> tuple[str, str, str]:
+    """With units; as they are stored where that would say the same of both."""
+    said = [NONE if v is None else measure(key, v)[1] if isinstance(v, (int, float)) else str(v) for v in (x, y)]
+    return (measure(key, 0.0)[0], said[0], said[1]) if said[0] != said[1] else (key, repr(x), repr(y))
 
 
 def _rest(a: Decisions, b: Decisions) -> list[str]:

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from autopar.graph.placement import Placement
+from autopar.text.sizes import format_bytes
+from autopar.text.times import format_time
 
 if TYPE_CHECKING:
     from autopar.plan.decisions import Decisions, OpChoice, ParamChoice
@@ -23,6 +25,19 @@ OUTSIDE = "outside of layers"
 HEAVY = ("matmul", "attention", "conv", "embedding", "moe")
 WIDTH = 150
 CLONE = "~"  # between an operator and the segment that a copy of it stands for (`solver.shrink`)
+STAGES = ("forward", "backward", "optimizer")
+# Figures that have a place of their own in the text; any other is said behind them.
+PREDICTED = {
+    "step_time_s",
+    "exposed_s",
+    "tokens_per_s",
+    "samples_per_s",
+    "mfu",
+    "peak_memory_bytes",
+    "budget_bytes",
+    "blocking_collectives",
+}
+PREDICTED |= {f"{stage}_s" for stage in STAGES}
 # What the letters of a rule are called; any other operator's are told as they are.
 LETTERS = {
     "aten.mm": {"m": "tokens", "k": "in", "n": "out"},
@@ -40,7 +55,7 @@ SAID = {
 
 def text(plan: Decisions) -> str:
     mesh = " x ".join(f"{n}={s}" for n, s in plan.mesh_axes.items())
-    lines = [f"plan: layout {plan.layout} on mesh {mesh}, batch split {plan.data_size} ways"]
+    lines = [f"plan: layout {plan.layout} on mesh {mesh}, {_batch(plan)}"]
     lines += _blocks(plan)
     lines += _collectives(plan)
     lines.append(f"fallbacks (ops without a rule, replicated): {plan.fallbacks or 'none'}")
@@ -48,15 +63,22 @@ def text(plan: Decisions) -> str:
         lines.append(f"kept, though tagged to be made again: {'; '.join(plan.unmet)}")
     if plan.repeated:
         lines.append(f"heavy ops whose work some ranks repeat: {dict(Counter(plan.targets[o] for o in plan.repeated))}")
-    figures = {k: v for k, v in plan.predicted.items() if k != "blocking_collectives"}
-    if figures:
-        order = sorted(figures, key=lambda k: (k != "step_time_s", k))
-        lines.append(f"predicted on {plan.cluster}: " + ", ".join(_said(k, figures[k]) for k in order))
+    lines += _predicted(plan)
     if "gap" in plan.solver:
         lines.append(f"solver: within {float(plan.solver['gap']):.2%} of the bound, stopped by {plan.solver.get('stopped_by', 'gap')}")
     if "capture" in plan.solver:
         lines.append(f"capture: {plan.solver['capture']}")
     return "\n".join(lines)
+
+
+def _batch(plan: Decisions) -> str:
+    """Over how many devices it is split; and why not over more, where it does not divide."""
+    ways = f"{plan.data_size} {'way' if plan.data_size == 1 else 'ways'}"
+    batch = next(iter(Counter(p.shape[0] for p in plan.inputs if p.shape).most_common(1)), (0, 0))[0]
+    size = plan.mesh.size
+    if batch > 1 and batch % size and size % batch:
+        return f"batch of {batch} split {ways}: it does not divide over {size} devices"
+    return f"batch split {ways}"
 
 
 # ---- layers ------------------------------------------------------------------------------------------------------
@@ -205,15 +227,47 @@ def _collectives(plan: Decisions) -> Iterator[str]:
     note = f", {blocking:.0f} of them block" if blocking is not None else ""
     yield f"collectives: {sum(c.count for c in plan.collectives if c.kind != 'slice')}{note}"
     for (direction, kind, names), (count, total) in sorted(uses.items()):
-        yield f"  {direction:<8} {kind:<15} over {names:<12} {count:>5} x, {total / 1e6:,.2f} MB sent a rank"
+        yield f"  {direction:<8} {kind:<15} over {names:<12} {count:>5} x, {format_bytes(total)} sent a rank"
 
 
-def _said(key: str, value: float) -> str:
-    """step_time_s -> "step time 12.3 ms"."""
-    for suffix, scale, unit in (("_s", 1e3, "ms"), ("_bytes", 1e-9, "GB")):
+def _predicted(plan: Decisions) -> Iterator[str]:
+    """What the step takes, what it is made of, and memory; of plans that know less, less."""
+    p = plan.predicted
+    if "step_time_s" in p:
+        devices = plan.mesh.size
+        head = [f"step time {format_time(p['step_time_s'])}"]
+        for what in ("tokens", "samples"):
+            if (rate := p.get(f"{what}_per_s")) is not None:
+                head.append(f"{rate:,.0f} {what}/s ({rate / devices:,.0f} a device)" if rate >= 10 * devices else f"{rate:,.4g} {what}/s")
+        if "mfu" in p:
+            head.append(f"MFU {p['mfu']:.1%}")
+        yield f"predicted on {plan.cluster}: {', '.join(head)}"
+    parts = [f"{stage} {format_time(p[f'{stage}_s'])}" for stage in STAGES if f"{stage}_s" in p]
+    if "exposed_s" in p:
+        share = f" ({p['exposed_s'] / p['step_time_s']:.1%} of the step)" if p.get("step_time_s") else ""
+        parts.append(f"exposed communication {format_time(p['exposed_s'])}{share}")
+    if parts:
+        yield f"  {', '.join(parts)}"
+    if "peak_memory_bytes" in p:
+        yield f"  peak memory {format_bytes(p['peak_memory_bytes'])}" + (
+            f" of {format_bytes(p['budget_bytes'])}" if "budget_bytes" in p else ""
+        )
+    if more := [said(k, v) for k, v in sorted(p.items()) if k not in PREDICTED]:
+        yield f"  {', '.join(more)}"
+
+
+def said(key: str, value: float) -> str:
+    """step_time_s, 0.0123 -> "step time 12.30 ms"."""
+    name, shown = measure(key, value)
+    return f"{name} {shown}"
+
+
+def measure(key: str, value: float) -> tuple[str, str]:
+    """A number's name without its unit, and how it is said with one."""
+    for suffix, say in (("_per_s", "{:,.0f}/s".format), ("_s", format_time), ("_bytes", format_bytes)):
         if key.endswith(suffix):
-            return f"{key.removesuffix(suffix).replace('_', ' ')} {value * scale:,.3f} {unit}"
-    return f"{key.replace('_', ' ')} {value:,.3f}"
+            return key.removesuffix(suffix).replace("_", " "), say(value)
+    return key.replace("_", " "), f"{value:,.6g}"
 
 
 # ---- placements --------------------------------------------------------------------------------------------------

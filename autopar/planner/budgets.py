@@ -26,6 +26,7 @@ from autopar.solver.frontier import Answer, Floor, Relaxation, Relaxed, pareto, 
 from autopar.solver.model import Program
 from autopar.solver.problem import Decision, Problem
 from autopar.solver.solve import Infeasible, NoAnswer, Solution, smallest, whole
+from autopar.text.sizes import format_bytes
 
 SETS = 2  # sets of strategies whose policies are decided at one budget
 SLACK = 2e-3  # relative: a relaxation that cannot raise the bound by more is not solved
@@ -80,12 +81,14 @@ class Budgets:
     def frontier(self, count: int, most_bytes: float = math.inf, known: Sequence[Found] = ()) -> list[Answer[Found]] | Infeasible:
         """At most `count` answers, the fastest first: of the budgets from the least memory to the most. known: answers that others found."""
         start = time.perf_counter()
+        self.stages.begin("fastest")
         for i in range(len(self.wholes)):
             self.relaxed(i, most_bytes)
         ends = [*map(_answer, known), *self.ask(most_bytes)]
         self.floor.levels += [(found.problem.budget_bytes, found.answer.bound_s) for found in known if isinstance(found.answer, Solution)]
         self.stages.on_progress("fastest", time.perf_counter() - start)
         start = time.perf_counter()
+        self.stages.begin("least memory")
         smallest = self.least()
         self.end_bytes = _answer(smallest).peak_bytes
         ends = [a for a in (*ends, _answer(smallest)) if a.peak_bytes <= most_bytes]
@@ -93,6 +96,7 @@ class Budgets:
             return over(smallest, most_bytes)
         self.stages.on_progress("least memory", time.perf_counter() - start)
         start = time.perf_counter()
+        self.stages.begin("between")
         ends += self.no_slower(pareto(ends)[0])
         found = trace(ends, self.ask_in_time, count, lambda: not self.late, STEP, SAME)
         found = [self.bounded(a) for a in found]
@@ -321,7 +325,7 @@ def within_budget(stages: Stages) -> Found:
         if not found:
             smallest = least(stages)
             if isinstance(smallest.answer, Infeasible) and budgets.bounding.at(budget_bytes, stages.left) is not None:
-                raise NoAnswer(f"of what was found in time, {smallest.answer.least_bytes / 1e9:.2f} GB a device is the least", -math.inf)
+                raise NoAnswer(f"of what was found in time, {format_bytes(smallest.answer.least_bytes)} a device is the least", -math.inf)
             return smallest
         best = budgets.bounded(min(found, key=lambda a: a.time_s)).item
     stages.on_progress("within the budget", time.perf_counter() - stages.start)

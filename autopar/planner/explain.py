@@ -19,6 +19,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.plan.diff import collectives
 from autopar.plan.plan import Plan
 from autopar.plan.text import HEAVY, LETTERS, placed, strategy
+from autopar.planner.axes import divides_poorly
 from autopar.planner.formulation.apply import apply
 from autopar.planner.formulation.layouts import by_role, forbidden
 from autopar.planner.formulation.names import Names
@@ -26,12 +27,14 @@ from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.layout import Layout
 from autopar.planner.refit import leaf_names
 from autopar.planner.stages import WHOLE_AXES, Found, Stages
+from autopar.planner.storage import batch_size
 from autopar.rules import lookup
 from autopar.rules.grammar import Rule
 from autopar.solver.fold import Folded
 from autopar.solver.problem import BACKWARD, FORWARD, Decision, Problem
 from autopar.solver.solve import Infeasible, Limits, Solution
 from autopar.text.sizes import format_bytes
+from autopar.text.times import format_time
 
 SHOWN = 8  # strategies, names
 CHANGE = 0.005  # of the step: smaller changes of an account are not told
@@ -310,21 +313,21 @@ def _answer(
     instead: Found,
 ) -> Explanation:
     if isinstance(found.answer, Infeasible):
-        return Explanation("does not fit", f"{title}\nNo plan fits, with or without it: {_lacking(found.answer)}")
+        return Explanation("does not fit", f"{title}\nNo plan fits, with or without it: {_lacking(found.answer, folded, mesh)}")
     plan = _plan(folded, mesh, training, found)
-    lines = [title, f"The plan has {_what(asked, folded, plan)}: step {_time(found.answer.objective_s)}."]
+    lines = [title, f"The plan has {_what(asked, folded, plan)}: step {format_time(found.answer.objective_s)}."]
     step = found.answer.objective_s
     if isinstance(instead.answer, Infeasible):
-        lines.append(f"As asked, no plan fits: {_lacking(instead.answer)}")
+        lines.append(f"As asked, no plan fits: {_lacking(instead.answer, folded, mesh)}")
         return Explanation("does not fit", "\n".join(lines), step)
     if _has(asked, wanted_splits, found, mesh):
         return Explanation("does", "\n".join([lines[0], f"So it is in the plan. {lines[1]}"]), step, step)
     other = _plan(folded, mesh, training, instead)
     now = instead.answer.objective_s
     if now <= step * (1 + max(found.answer.gap, instead.answer.gap)):
-        lines.append(f"As asked, {_what(asked, folded, other)}: step {_time(now)}, as good within the solver's gap.")
+        lines.append(f"As asked, {_what(asked, folded, other)}: step {format_time(now)}, as good within the solver's gap.")
     else:
-        lines.append(f"As asked, {_what(asked, folded, other)}: step {_time(now)}, {100 * (now / step - 1):+.2f}%.")
+        lines.append(f"As asked, {_what(asked, folded, other)}: step {format_time(now)}, {100 * (now / step - 1):+.2f}%.")
     lines += _changes(found, instead)
     moved = collectives(plan, other)
     if moved:
@@ -332,10 +335,9 @@ def _answer(
     return Explanation("costs", "\n".join(lines), step, now)
 
 
-def _lacking(answer: Infeasible) -> str:
-    return (
-        f"memory, {answer.position}: {format_bytes(answer.shortfall_bytes)} too much ({format_bytes(answer.least_bytes)} a device would do)"
-    )
+def _lacking(answer: Infeasible, folded: Folded, mesh: Mesh) -> str:
+    why = divides_poorly(batch_size(folded.graph.inputs), mesh.parents) or f"{format_bytes(answer.least_bytes)} a device would do"
+    return f"memory, {answer.position}: {format_bytes(answer.shortfall_bytes)} too much ({why})"
 
 
 def _plan(folded: Folded, mesh: Mesh, training: TrainingConfig, found: Found) -> Plan:
@@ -374,7 +376,7 @@ def _changes(found: Found, instead: Found) -> list[str]:
     for key in dict.fromkeys((*before, *after)):
         x, y = before.get(key, 0.0), after.get(key, 0.0)
         if abs(x - y) > CHANGE * found.answer.objective_s:
-            lines.append(f"  {key[0]:<9} {key[1]:<8} {_time(x)} -> {_time(y)}")
+            lines.append(f"  {key[0]:<9} {key[1]:<8} {format_time(x)} -> {format_time(y)}")
     peaks = [max(a.price.row_bytes, default=0.0) for a in (found.answer, instead.answer)]
     if abs(peaks[0] - peaks[1]) > 0.01 * max(peaks):
         lines.append(f"  peak memory        {format_bytes(peaks[0])} -> {format_bytes(peaks[1])}")
@@ -394,7 +396,3 @@ def accounts(problem: Problem, decision: Decision) -> dict[tuple[str, str], floa
         for a, t in times.items():
             busy[a] += t
     return {(problem.stages[a.stage], a.resource): busy[i] for i, a in enumerate(problem.accounts) if busy[i]}
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:,.3f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:,.2f} us"

@@ -32,6 +32,7 @@ from autopar.solver.fold import Folded
 from autopar.solver.problem import DEVICE
 from autopar.solver.solve import Infeasible, Limits, Solution
 from autopar.text.sizes import format_bytes
+from autopar.text.times import format_time
 
 SAVE, RECOMPUTE, UNUSED = "save", "recompute", "not needed"
 SHOWN = 8  # changes from one point to the next, in the text
@@ -77,7 +78,7 @@ class Frontier:
         for p in self.points:
             fits = "" if p.peak_memory_bytes <= self.usable_bytes else f"  more than the {format_bytes(self.usable_bytes)} of a device"
             slower = f"{p.step_time_s / first - 1:.2%}"
-            lines.append(f"{format_bytes(p.peak_memory_bytes):>12}  {p.step_time_s * 1e3:>12,.3f} ms  {slower:>8}  {p.gap:>7.2%}{fits}")
+            lines.append(f"{format_bytes(p.peak_memory_bytes):>12}  {format_time(p.step_time_s):>15}  {slower:>8}  {p.gap:>7.2%}{fits}")
             lines += [f"    {change}" for change in p.changes[:SHOWN]]
             lines += [f"    and {len(p.changes) - SHOWN} more changes"] if len(p.changes) > SHOWN else []
         return "\n".join(lines)
@@ -107,7 +108,7 @@ class Frontier:
         said = [
             "<br>".join(
                 [
-                    f"{a:.2f} GB, {p.step_time_s * 1e3:,.1f} ms, within {p.gap:.2%}",
+                    f"{a:.2f} GB, {format_time(p.step_time_s)}, within {p.gap:.2%}",
                     *(p.changes[:SHOWN] and ("to the next:", *p.changes[:SHOWN])),
                 ]
             )
@@ -164,7 +165,7 @@ def frontier_graph(
         budgets = Budgets(step.stages)
         answers = budgets.frontier(points, most_bytes, known)
     if isinstance(answers, Infeasible):
-        raise does_not_fit(answers)
+        raise does_not_fit(answers, step)
     late = budgets.late
     plans = [finish(plan_of(step, a.item, a.peak_bytes)) for a in answers]
     kept = [policies(a.item) for a in answers]

@@ -21,10 +21,11 @@ from autopar.capture.in_subprocess import beside
 from autopar.capture.randomness import refuse_unknown_random
 from autopar.capture.tile import Both, expand_params, layer_periods, least_depth, tiled
 from autopar.cost.optimizers import kind_of
-from autopar.errors import AutoparError, CaptureError, MeshError
+from autopar.errors import AutoparError, CaptureError
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Plan
+from autopar.planner.axes import mesh_axes
 from autopar.planner.explain import Explanation, explain_graph
 from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.frontier import Frontier, frontier_graph
@@ -38,6 +39,7 @@ from autopar.planner.request import limits_of, training_config
 from autopar.planner.stages import WHOLE_AXES, Found
 from autopar.solver.fold import Folded, fold
 from autopar.solver.solve import Limits
+from autopar.text.stages import Begun
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def plan(
     one call, with its share of the reduction of gradients and of that step. memory: budget of a device in bytes; "fastest", as by default: what it has, less a reserve; "least": the plan of the smallest
     peak instead of the fastest one. offload: where activations may be kept besides the device: "host",
     False or an `Offload`; default nowhere. layout: the best plan that is this hand
-    layout. options: "seconds" and "gap" of the solver. progress: called with a stage's name and its seconds. in_subprocess: captures two depths of the model at
+    layout. options: "seconds" and "gap" of the solver. progress: called with a stage's name and its seconds (`autopar.text.stages` says with what else). in_subprocess: captures two depths of the model at
     once, one in a forked process: not where other threads run or CUDA is in use.
 
     Raises InfeasibleError when nothing fits, CaptureError, MeshError, ClusterError, LayoutError.
@@ -212,6 +214,7 @@ def task(
         refuse_unknown_random(found.gm)
         return describe(found)
 
+    on_progress(Begun("capture"), 0.0)
     start = time.perf_counter()
     folded = program(model, captured, beside if in_subprocess else None)
     on_progress("capture", time.perf_counter() - start)
@@ -268,21 +271,3 @@ def _of_the_whole(made: Plan, folded: Folded, model: nn.Module) -> Plan:
         modules=modules_of(folded.graph),
         solver={**made.solver, **({"capture": folded.note} if folded.note else {})},
     )
-
-
-def mesh_axes(mesh: str | Mapping[str, int] | None, cluster: Cluster) -> dict[str, int]:
-    """Axis sizes by name; axes without names are dp, tp or axis0, axis1, ..."""
-    if isinstance(mesh, Mapping):
-        axes = dict(mesh)
-    else:
-        sizes = [n for n in (cluster.nodes, cluster.devices_per_node) if n > 1] or [1]
-        if mesh is not None:
-            try:
-                sizes = [int(n) for n in mesh.lower().split("x")]
-            except ValueError:
-                raise MeshError(f"{mesh!r} is not a mesh", fix='write sizes such as "32x8"') from None
-        names = ("dp", "tp") if len(sizes) <= 2 else tuple(f"axis{i}" for i in range(len(sizes)))
-        axes = dict(zip(names, sizes, strict=False))
-    if any(n < 1 for n in axes.values()):
-        raise MeshError(f"a mesh axis has at least one device: {axes}", fix="write positive sizes")
-    return axes

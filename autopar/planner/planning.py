@@ -14,7 +14,9 @@ from autopar.graph.mesh import Mesh
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Plan
 from autopar.planner import budgets
+from autopar.planner.axes import better_batches, divides_poorly
 from autopar.planner.budgets import GRACE
+from autopar.planner.figures import figures
 from autopar.planner.formulation.apply import apply, blocking
 from autopar.planner.formulation.layouts import by_role, forbidden
 from autopar.planner.formulation.names import Names
@@ -23,11 +25,14 @@ from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.layout import Layout
 from autopar.planner.refit import modules_of
 from autopar.planner.stages import WORTH, Found, Stages, better
+from autopar.planner.storage import batch_size
 from autopar.planner.tags import binding, unmet, untagged
 from autopar.rules.grammar import Rule
 from autopar.solver.fold import Folded, fold, grouped, handed_on_bytes
 from autopar.solver.problem import Problem
 from autopar.solver.solve import Infeasible, Limits, Solution
+from autopar.text.sizes import format_bytes
+from autopar.text.stages import Begun
 
 TOGETHER = 2, 3, 4  # layers that are taken as one where nothing fits otherwise, or nothing good
 LARGE_GAP = 0.02  # a gap, relative, from which that is tried
@@ -67,6 +72,7 @@ class Step:
     ) -> Step:
         mesh = Mesh.of(dict(mesh_axes))
         on_progress = progress or (lambda stage, seconds: None)
+        on_progress(Begun("fold"), 0.0)
         start = time.perf_counter()
         folded = fold(graph) if isinstance(graph, Graph) else graph
         on_progress("fold", time.perf_counter() - start)
@@ -157,7 +163,7 @@ def plan_graph(
         # Are the tags what needs the memory?
         if said and _least_bytes(step.untagged(), solved) >= found.least_bytes:
             said = ""
-        raise does_not_fit(found, said)
+        raise does_not_fit(found, step, said)
     return Planned(plan_of(step, done, min(training.budget_bytes, cluster.device.memory_bytes)), found, done)
 
 
@@ -170,13 +176,18 @@ def _smaller(a: Solution | Infeasible, b: Solution | Infeasible) -> bool:
     return peak(a) < peak(b) * (1 - WORTH)
 
 
-def does_not_fit(found: Infeasible, tags: str = "") -> InfeasibleError:
-    """tags: those that need the memory, for people."""
+def does_not_fit(found: Infeasible, step: Step, tags: str = "") -> InfeasibleError:
+    """tags: those that need the memory, for people. Where the batch cannot be split over the mesh, that is what is wrong, and no device would be large enough."""
+    batch, axes = batch_size(step.folded.graph.inputs), step.mesh.parents
+    poorly = divides_poorly(batch, axes)
+    if poorly and batch is not None:
+        remedy = f"a batch of {better_batches(batch, axes)}, or a mesh whose sizes divide {batch}"
+    else:
+        remedy = f"{format_bytes(found.least_bytes)} a device would do; or more devices, a smaller batch or shorter sequences"
     return InfeasibleError(
-        constraint=f"memory, {found.position}" + (f", with {tags}" if tags else ""),
+        constraint=f"memory, {found.position}" + (f", with {tags}" if tags else "") + (f"; {poorly}" if poorly else ""),
         shortfall_bytes=int(found.shortfall_bytes),
-        remedy=("fewer tags, which need the more memory: " if tags else "")
-        + f"{found.least_bytes / 1e9:.2f} GB a device would do; or more devices, a smaller batch or shorter sequences",
+        remedy=("fewer tags, which need the more memory: " if tags else "") + remedy,
     )
 
 
@@ -209,6 +220,7 @@ def plan_of(step: Step, done: Found, budget_bytes: float) -> Plan:
         predicted={
             "step_time_s": found.objective_s,
             **stages,
+            **figures(folded, step.mesh, step.cluster, done.problem, found.decision, found.objective_s),
             "peak_memory_bytes": max(found.price.row_bytes),
             "blocking_collectives": blocking(done.problem, done.names, found.decision),
             "budget_bytes": budget_bytes,

@@ -37,6 +37,8 @@ from autopar.solver.problem import Decision, Problem
 from autopar.solver.prune import prune
 from autopar.solver.shrink import Shrunk, shrink
 from autopar.solver.solve import Infeasible, Limits, NoAnswer, Solution, explain, least, smallest, solve, solve_relaxed
+from autopar.text.stages import Begun, Note
+from autopar.text.times import format_time
 
 WHOLE_AXES = 2  # up to so many axes the whole program is solved
 WORTH = 1e-3  # a gap, relative, that cutting the layers into segments is tried for
@@ -110,6 +112,8 @@ class Stages:
         trim: Callable[[Problem], Problem] = lambda p: p,
     ) -> tuple[Formulator, Problem]:
         began = time.perf_counter()
+        if only is None:
+            self.begin(f"formulate {_axes(mesh)}")
         f = Formulator(v.q, v.rules, mesh, v.cost, self.training, only)
         problem, names = f.run(room_s, trim)
         if self.restrict is not None and only is None:
@@ -117,6 +121,19 @@ class Stages:
         if only is None:
             self.on_progress(f"formulate {_axes(mesh)}", time.perf_counter() - began)
         return f, problem
+
+    def begin(self, stage: str) -> None:
+        self.on_progress(Begun(stage), 0.0)
+
+    def so_far(self, mesh: Mesh, bound_s: float, best: Found | None) -> None:
+        """Tells what is known of the step on `mesh`, whose axes may be merged: no plan takes less than the one, the other is the best that was found."""
+        on = "" if mesh.parents == self.mesh.parents else f"on {_axes(mesh)} "
+        bound = f"{on}no plan takes less than {format_time(bound_s)}" if math.isfinite(bound_s) and bound_s > 0 else "no bound yet"
+        if best is None or not isinstance(best.answer, Solution):
+            self.on_progress(Note(f"{bound}; none was found yet"), 0.0)
+        else:
+            gap = max(0.0, 1 - bound_s / best.answer.objective_s) if bound_s > 0 else 1.0
+            self.on_progress(Note(f"{bound}; the best so far {format_time(best.answer.objective_s)}, within {gap:.2%}"), 0.0)
 
     @property
     def left(self) -> Limits:
@@ -148,6 +165,7 @@ class Stages:
         takes less than `far_s`."""
         start = time.perf_counter()
         f, problem = made or self.formulated(v, mesh)
+        self.begin(f"solve {_axes(mesh)}")
         seen = solve_relaxed(problem.relaxed, problem, self.left, self.on_progress)
         if seen is None:
             return self.with_low_memory_strategies(v, mesh, f, problem, -1.0, None)
@@ -156,8 +174,11 @@ class Stages:
         if seen.price is not None and seen.price.feasible and not _is_recomputed(problem, seen.decision):
             spent = time.perf_counter() - start
             answer = Solution(seen.decision, seen.price, seen.bound_s, spent, seen.stopped_by, seen.variables, seen.rows)
-            return Found(mesh, problem, f.names, v.shrunk, v.rules, answer)
+            done = Found(mesh, problem, f.names, v.shrunk, v.rules, answer)
+            self.so_far(mesh, seen.bound_s, done)
+            return done
         bound_s = seen.bound_s
+        self.so_far(mesh, bound_s, None)
         best = self.cut(mesh, seen.decision.strategies, bound_s, None, coarse)
         if not coarse and not _is_within(best, self.limits.gap) and 2 * (time.perf_counter() - self.start) < self.limits.seconds:
             # What is missing may be the bound's: its program was allowed the whole gap.
@@ -228,6 +249,7 @@ class Stages:
         at every quarter of the layers, and nearer to the best, unless the answer is already what the relaxation allows. Where the gap is what was asked for,
         only as long as that brings something. coarse: only what it says."""
         began = time.perf_counter()
+        self.begin("segments")
         looked: dict[tuple[tuple[int, ...], ...], float] = {}
         n_of = {s.name: n for s, n in zip(self.folded.stacks, self.folded.copies, strict=True)}
         whole = self.view()
@@ -249,6 +271,7 @@ class Stages:
                 found = replace(found, bound_s=min(bound_s, found.objective_s))
                 if best is None or not isinstance(best.answer, Solution) or found.objective_s < best.answer.objective_s * (1 - 1e-6):
                     best = Found(mesh, problem, f.names, v.shrunk, v.rules, found)
+                    self.so_far(mesh, bound_s, best)
             return looked[key]
 
         def good() -> bool:
@@ -311,6 +334,7 @@ class Stages:
                 found = replace(found, answer=replace(found.answer, bound_s=min(bound, found.answer.objective_s)))
             if best is None or better(found.answer, best.answer):
                 best = found
+                self.so_far(self.mesh, bound, best)
 
         for smaller in merged(self.mesh):
             late = time.perf_counter() - self.start > self.limits.seconds
@@ -348,6 +372,7 @@ class Stages:
     def coarse_bound(self, v: _View, f: Formulator, problem: Problem) -> float:
         """A bound of the whole. f, problem: of its mesh with axes merged."""
         began = time.perf_counter()
+        self.begin("bound")
         bound_s = least(lower_bound_problem(f.formulated(), problem, Formulator(v.q, v.rules, self.mesh, v.cost, self.training)), self.left)
         self.on_progress("bound", time.perf_counter() - began)
         return bound_s
@@ -361,6 +386,7 @@ class Stages:
         f, problem = self.formulated(v, self.mesh, room_s=known - coarse_bound_s, trim=lambda p: prune(p, coarse_bound_s, known))
         if sum(len(flow.arcs) for value in problem.values for flow in (value.forward, value.backward) if flow) > TOO_MANY:
             return best
+        self.begin(f"solve {_axes(self.mesh)}, without what cannot be better")
         try:
             relaxed = Relaxation(problem.relaxed).at(problem.budget_bytes, self.left)
         except TimeoutError:
@@ -388,6 +414,7 @@ class Stages:
             took = time.perf_counter() - began
             bound_s = max(bound_s, min(known, seen.bound_s))
             best = replace(best, answer=replace(best.answer, bound_s=bound_s))
+            self.so_far(self.mesh, bound_s, best)
             if seen.price is not None and seen.price.feasible and seen.price.objective_s < known:
                 answer = Solution(seen.decision, seen.price, bound_s, 0.0, seen.stopped_by, seen.variables, seen.rows)
                 best = Found(self.mesh, problem, f.names, v.shrunk, v.rules, answer)

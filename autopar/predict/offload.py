@@ -21,6 +21,7 @@ from autopar.planner.layout import Layout
 from autopar.predict.memory import held_bytes, peak_bytes
 from autopar.predict.pieces import Piece
 from autopar.predict.runtime import Runtime
+from autopar.text.sizes import format_bytes
 
 Stage = Mapping[Piece, int]
 
@@ -40,7 +41,7 @@ def check_host_memory(stages: Sequence[Stage], schedule: Schedule, layout: Layou
         )
         if here - there > cluster.host_bytes_per_device:
             raise LayoutError(
-                f"pipeline rank {rank} keeps {(here - there) / 1e9:.1f} GB in host memory, of which a device has {cluster.host_bytes_per_device / 1e9:.1f}",
+                f"pipeline rank {rank} keeps {format_bytes(here - there)} in host memory, of which a device has {format_bytes(cluster.host_bytes_per_device)}",
                 where=f"Layout, offload={layout.offload_of(rank):.2f}",
                 fix="offload less of it, or make more again",
             )

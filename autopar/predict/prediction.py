@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.planner.layout import Layout
+from autopar.text.sizes import format_bytes
+from autopar.text.times import format_time
 
 # What counts as the model's work, as shares of which utilisation is given. Recomputation never counts.
 CONVENTIONS = ("causal", "square")
@@ -45,6 +47,11 @@ class Prediction:
         return self.peak_bytes <= self.usable_bytes
 
     @property
+    def exposed_s(self) -> float:
+        """What communication adds: of tensor, context and data parallelism. Hops of a pipeline are in its bubble."""
+        return sum(s for part, s in self.parts_s.items() if part.endswith("parallel"))
+
+    @property
     def tokens_per_s(self) -> float:
         """Over all devices."""
         return self.tokens / self.step_time_s
@@ -62,13 +69,13 @@ class Prediction:
         fullest = max(range(len(self.memory_bytes)), key=lambda r: sum(self.memory_bytes[r].values()))
         lines = [
             f"{self.model} on {self.cluster} ({self.devices} devices), global batch {self.global_batch}: {self.layout}; runtime {self.runtime}",
-            f"step {self.step_time_s:.3f} s, {self.tokens_per_s:,.0f} tokens/s ({self.tokens_per_s / self.devices:,.0f} a device), "
+            f"step {format_time(self.step_time_s)}, {self.tokens_per_s:,.0f} tokens/s ({self.tokens_per_s / self.devices:,.0f} a device), "
             f"MFU {self.mfu('causal'):.1%} (causal attention counted), {self.mfu('square'):.1%} (all of its square)",
-            *(f"  {name:<30} {s:9.3f} s  {s / self.step_time_s:6.1%}" for name, s in self.parts_s.items()),
-            f"memory {self.peak_bytes / 1e9:.2f} GB of {self.usable_bytes / 1e9:.2f} GB"
+            *(f"  {name:<30} {format_time(s):>11}  {s / self.step_time_s:6.1%}" for name, s in self.parts_s.items()),
+            f"memory {format_bytes(self.peak_bytes)} of {format_bytes(self.usable_bytes)}"
             + ("" if self.fits else ": does not fit")
             + (f", on pipeline rank {fullest} of {len(self.memory_bytes)}" if len(self.memory_bytes) > 1 else ""),
-            *(f"  {name:<30} {b / 1e9:9.2f} GB" for name, b in self.memory_bytes[fullest].items()),
+            *(f"  {name:<30} {format_bytes(b):>11}" for name, b in self.memory_bytes[fullest].items()),
         ]
         if len(self.layers) > 1:
             lines.append(f"layers by stage: {', '.join(map(str, self.layers))}")

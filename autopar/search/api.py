@@ -24,6 +24,7 @@ from autopar.search.price import Prices
 from autopar.search.result import Progress, Ranked
 from autopar.search.solutions import MicroBatches
 from autopar.search.space import Space
+from autopar.text.sizes import format_bytes
 
 
 def search(
@@ -74,7 +75,7 @@ def search(
     found = BestFirst(space, bounds, prices, micros, top_k, progress or (lambda p: None)).run()
     if not found:
         raise InfeasibleError(
-            constraint=f"no layout of {type(model).__name__} on {where.name} keeps to {budget_bytes / 1e9:.2f} GB a device",
+            constraint=f"no layout of {type(model).__name__} on {where.name} keeps to {format_bytes(budget_bytes)} a device",
             shortfall_bytes=int(bounds.short_bytes) if math.isfinite(bounds.short_bytes) else 0,
             remedy="more devices, a smaller micro-batch, more that may be made again or offloaded, or shorter sequences",
         )

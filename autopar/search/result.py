@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from autopar.hardware.cluster import Cluster
 from autopar.planner.layout import Layout
 from autopar.predict.prediction import Prediction
+from autopar.text.sizes import format_bytes
+from autopar.text.times import format_time
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -88,8 +90,8 @@ def table(found: Sequence[Ranked]) -> Table:
         p = r.prediction
         idle = f", {r.idle} devices idle" if r.idle else ""
         t.add_row(
-            str(i), f"{r.layout}{idle}", f"{p.step_time_s:.3f} s", f"{p.tokens_per_s:,.0f}", f"{r.mfu():.1%} ({r.mfu('square'):.1%})",
-            f"{p.peak_bytes / 1e9:.1f} GB", r.differs,
+            str(i), f"{r.layout}{idle}", format_time(p.step_time_s), f"{p.tokens_per_s:,.0f}", f"{r.mfu():.1%} ({r.mfu('square'):.1%})",
+            format_bytes(p.peak_bytes), r.differs,
         )  # fmt: skip
     return t
 
@@ -100,5 +102,5 @@ def _title(found: Sequence[Ranked]) -> str:
     p, best = found[0].prediction, found[0]
     return (
         f"{p.model} on {best.devices} devices, global batch {p.global_batch}, {p.tokens // p.global_batch} tokens each; runtime {p.runtime}; "
-        f"MFU with causal attention counted (with all of its square); {p.usable_bytes / 1e9:.1f} GB a device"
+        f"MFU with causal attention counted (with all of its square); {format_bytes(p.usable_bytes)} a device"
     )

@@ -39,9 +39,14 @@ def parse_bytes(text: str, where: str = "") -> int:
 
 def format_bytes(n: float) -> str:
     """1.5e9 -> "1.50 GB"."""
-    size, unit = float(n), "B"
-    for larger in ("kB", "MB", "GB", "TB", "PB"):
+    return format_amount(n, "B")
+
+
+def format_amount(n: float, unit: str) -> str:
+    """8.018e10, "FLOP/s" -> "80.18 GFLOP/s"."""
+    size, prefix = float(n), ""
+    for larger in ("k", "M", "G", "T", "P"):
         if abs(size) < 1000:
             break
-        size, unit = size / 1000, larger
-    return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
+        size, prefix = size / 1000, larger
+    return f"{size:.2f} {prefix}{unit}" if prefix else f"{size:.0f} {unit}"

@@ -267,7 +267,7 @@ def test_the_command_writes_and_says(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return calibration(made())
 
     monkeypatch.setattr("autopar.hardware.calibrate.calibrate", run)
-    got = CliRunner().invoke(app, ["calibrate", "--out", str(tmp_path / "a.json"), "--processes", "4", "--seconds", "7"])
+    got = CliRunner().invoke(app, ["calibrate", "--out", str(tmp_path / "a.json"), "--processes", "4", "--seconds", "7", "-v"])
     assert got.exit_code == 0 and asked == [(4, 7.0)]
     assert "all_gather among 2" in got.stderr and "contention" in got.stdout and Cluster.of(tmp_path / "a.json").size == 4
 

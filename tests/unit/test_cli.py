@@ -17,6 +17,7 @@ from autopar.cli.main import app
 from autopar.errors import AutoparError
 from autopar.plan.plan import Plan
 from autopar.plan.schema import save
+from autopar.planner.explain import Explanation
 from autopar.planner.infeasible import InfeasibleError
 from autopar.text.sizes import SizeError, format_bytes, parse_bytes
 from tests.plans import full, made
@@ -40,7 +41,7 @@ def file(tmp_path: Path) -> str:
 
 @pytest.fixture
 def planning(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
-    """Replaces autopar.planner.planning; returns the list of what it will have been called with."""
+    """Replaces autopar.planner.offline; returns the list of what it will have been called with."""
 
     def replace(raises: BaseException | None = None) -> list[Any]:
         calls: list[Any] = []
@@ -52,9 +53,9 @@ def planning(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
                 raise raises
             return a_plan()
 
-        def explain(*args: Any, **kwargs: Any) -> str:
+        def explain(*args: Any, **kwargs: Any) -> Explanation:
             plan(*args, **kwargs)
-            return "because"
+            return Explanation("costs", "because", 1.0, 2.0)
 
         monkeypatch.setitem(sys.modules, "autopar.planner.offline", types.SimpleNamespace(plan=plan, explain=explain))
         return calls
@@ -112,7 +113,7 @@ def test_plan_passes_everything_on(planning: Callable[..., list[Any]], tmp_path:
         "--offload",
         "host",
     ]
-    r = run(*PLAN, *options, "--time-limit", "30", "--gap", "0.02", "--layers", "2", "-o", str(out))
+    r = run(*PLAN, *options, "-v", "--time-limit", "30", "--gap", "0.02", "--layers", "2", "-o", str(out))
     assert r.exit_code == 0, r.stderr
     ((model, inputs, cluster, mesh), kwargs) = calls[0]
     assert type(model).__name__ == "Qwen3ForCausalLM" and model.config.num_hidden_layers == 2

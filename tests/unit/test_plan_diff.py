@@ -88,8 +88,8 @@ def test_sections() -> None:
     assert f"fingerprint: {'f' * 64} -> {'0' * 64}" in text
     assert [x for x in text if "offload:nvme -> (none)" in x] and [x for x in text if "recompute -> save  (1 x)" in x]
     assert [x for x in text if x.endswith("yes -> (none)  (1 x)")]
-    assert "  step_time_s: 0.1 -> 0.2  (+100.0%)" in text
-    assert "  peak_memory_bytes: 7e+10 -> (none)" in text and "  exposed_comm_s: (none) -> 0.01" in text
+    assert "  step time: 100.0 ms -> 200.0 ms  (+100.0%)" in text
+    assert "  peak memory: 70.00 GB -> (none)" in text and "  exposed comm: (none) -> 10.00 ms" in text
     assert "  status: optimal -> feasible" in text
     assert not [x for x in text if "mfu" in x or "seconds" in x]
 

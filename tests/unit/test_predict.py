@@ -298,7 +298,7 @@ def test_offload_that_the_link_cannot_hide_is_waited_for(one: tuple[Piece, ...])
 
 def test_offload_that_the_host_cannot_hold(one: tuple[Piece, ...]) -> None:
     cluster = Cluster.of("h100:4").model_copy(update={"host_memory_bytes": 1e6})
-    with pytest.raises(LayoutError, match=r"pipeline rank 0 keeps .* GB in host memory"):
+    with pytest.raises(LayoutError, match=r"pipeline rank 0 keeps .* in host memory"):
         step(one, Layout(pp=4, micro_batch=1, virtual=2, offload=0.9), BY_HAND, cluster, 32)
 
 
@@ -316,7 +316,7 @@ def test_said_to_people(llama: nn.Module) -> None:
     told = autopar.predict(llama, shapes(1), "h100:8", Layout(tp=2, pp=2, micro_batch=2, sequence_parallel=True), global_batch=16)
     assert told.layout.tp == 2 and sum(told.parts_s.values()) == pytest.approx(told.step_time_s)
     assert 0 < told.mfu("causal") < told.mfu("square") < 1
-    for words in ("tp 2, pp 2, micro-batch 2, sequence parallel", "pipeline bubble", "GB of", "layers by stage: 4, 4"):
+    for words in ("tp 2, pp 2, micro-batch 2, sequence parallel", "pipeline bubble", "B of 82.42 GB", "layers by stage: 4, 4"):
         assert words in str(told)
 
 

@@ -40,6 +40,7 @@ from autopar.search.offload import STEPS, fractions
 from autopar.search.price import Prices
 from autopar.search.solutions import MicroBatches
 from autopar.search.space import Family, Shape, part
+from autopar.text.times import format_time
 
 SEQUENCE, BATCH = 512, 16
 SIZES = (1, 2)  # micro-batches
@@ -349,7 +350,7 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     used = about.copy()
     used[2] = rows[0]["cluster"]
     told = CliRunner().invoke(app, ["predict", *used, *sizes])
-    assert told.exit_code == 0 and f"step {rows[0]['step_time_s']:.3f} s" in told.output
+    assert told.exit_code == 0 and f"step {format_time(rows[0]['step_time_s'])}" in told.output
 
 
 def test_errors_of_the_command_line(tmp_path: Path) -> None:

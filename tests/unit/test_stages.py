@@ -16,6 +16,7 @@ from autopar.plan.schema import dumps
 from autopar.planner import budgets, stages
 from autopar.planner.infeasible import InfeasibleError
 from autopar.solver.solve import NoAnswer
+from autopar.text.sizes import format_bytes
 
 
 class Net(nn.Module):
@@ -82,7 +83,7 @@ def test_one_axis_without_an_answer_is_asked_as_a_frontier_is(monkeypatch: pytes
     with pytest.raises(InfeasibleError) as e:
         planned("8", deep, memory=0.3 * least)
     assert e.value.shortfall_bytes == pytest.approx(0.7 * least, rel=0.05)
-    with pytest.raises(AutoparError, match=rf"of what was found in time, {least / 1e9:.2f} GB"):
+    with pytest.raises(AutoparError, match=rf"of what was found in time, {format_bytes(least)}"):
         planned("8", deep, memory=0.95 * least)
 
 

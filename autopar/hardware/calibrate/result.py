@@ -25,6 +25,8 @@ from autopar.hardware.calibrate.timing import Sample
 from autopar.hardware.cluster import Cluster, ClusterError
 from autopar.hardware.detect import kind_of
 from autopar.hardware.parts import CollectiveCurve, Device, Link, Network, Nvme, PeakFlops, Source, Uncertainty, WorkCurve
+from autopar.text.sizes import format_amount, format_bytes
+from autopar.text.times import format_time
 
 MEMORY_BOUND = ("cheap", "norm", "loss", "optimizer")
 LARGEST = 0.25  # products of this share of the largest one's FLOPs, or more, say what is reached of the peak
@@ -44,20 +46,21 @@ class Calibration:
     def text(self) -> str:
         c = self.cluster
         lines = [f"{c.name}: {c.nodes} x {c.devices_per_node} {c.device.name}, measured in {self.seconds:.0f} s", ""]
-        lines += [f"  {path:<42}{f.value:>12.4g}  +- {100 * f.relative_sd:.1f} %" for path, f in self.fitted.items()]
-        for what, f in (("share", self.step_overhead.share), ("s", self.step_overhead.seconds)) if self.step_overhead else ():
-            lines.append(f"  {f'more of a call in a step, {what}':<42}{f.value:>12.4g}  +- {100 * f.relative_sd:.1f} %")
+        lines += [f"  {path:<42}{_said(path, f.value):>14}  +- {100 * f.relative_sd:.1f} %" for path, f in self.fitted.items()]
+        for what, f in (("share", self.step_overhead.share), ("more_s", self.step_overhead.seconds)) if self.step_overhead else ():
+            name = f"more of a call in a step{', share' if what == 'share' else ''}"
+            lines.append(f"  {name:<42}{_said(what, f.value):>14}  +- {100 * f.relative_sd:.1f} %")
         for k in c.device.curves:
             what = f"{k.of} {k.dtype}".strip()
             unit = "B/s" if k.of in MEMORY_BOUND else "FLOP/s"
             slow, fast = (k.amounts[i] / k.seconds[i] for i in (0, -1))
-            lines.append(f"  {what:<42}{slow:>12.4g} .. {fast:.4g} {unit}, {len(k.amounts)} points, +- {100 * max(k.relative_sd):.1f} %")
+            span = f"{format_amount(slow, unit):>14} .. {format_amount(fast, unit)}"
+            lines.append(f"  {what:<42}{span}, {len(k.amounts)} points, +- {100 * max(k.relative_sd):.1f} %")
         for wire in c.curves:
             what = f"{wire.kind} among {wire.ranks}" + (f" on {wire.nodes} nodes" if wire.nodes > 1 else "")
-            span = f"{wire.amounts[0]:.3g} .. {wire.amounts[-1]:.3g} bytes sent"
-            lines.append(
-                f"  {what:<42}{wire.seconds[0]:>12.4g} .. {wire.seconds[-1]:.4g} s, {span}, +- {100 * max(wire.relative_sd):.1f} %"
-            )
+            span = f"{format_bytes(wire.amounts[0])} .. {format_bytes(wire.amounts[-1])} sent"
+            took = f"{format_time(wire.seconds[0]):>14} .. {format_time(wire.seconds[-1])}"
+            lines.append(f"  {what:<42}{took}, {span}, +- {100 * max(wire.relative_sd):.1f} %")
         return "\n".join(lines)
 
     def save(self, path: Path) -> None:
@@ -71,6 +74,13 @@ class Calibration:
             raise AutoparError(
                 f"The cluster file cannot be written: {e.strerror}", where=str(path), fix="name another file with --out"
             ) from None
+
+
+def _said(path: str, value: float) -> str:
+    """As its path ends, so is its unit."""
+    if path.endswith("_Bps"):
+        return format_amount(value, "B/s")
+    return format_time(value) if path.endswith("_s") else f"{value:.4g}"
 
 
 def calibration(m: Measured) -> Calibration:

@@ -17,12 +17,15 @@ another dim of the inputs, is followed through the graph from the inputs; what n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.errors import LayoutError
 from autopar.graph.graph import Graph, Op
 from autopar.graph.mesh import Mesh
+from autopar.plan.text import LAYER, LETTERS, merged
+from autopar.planner.axes import better_batches
 from autopar.planner.formulation.names import Names
 from autopar.planner.formulation.parameter_storage import Storage
 from autopar.planner.formulation.strategies import OpStrategy
@@ -95,11 +98,7 @@ def forbidden(
         chosen = cluster.members[cluster.leader]
         left = roles.of_operator(op, chosen)
         if not left:
-            raise LayoutError(
-                f"layout {layout.name} cannot split {op.target} over {_said(mesh)} devices",
-                where=f"operator {op.name}, reading {', '.join(str(t.shape) for t in op.inputs)}",
-                fix="give the axes other roles or sizes (heads, features and batch must divide), or let the program choose: layout=None",
-            )
+            raise roles.refusal(op, chosen)
         out |= {(c, s) for s in range(cluster.size) if s not in left}
     out |= {(names.inputs, s) for s in range(len(names.input_options)) if s not in roles.of_inputs()}
     for choice, options in names.storage.values():
@@ -120,11 +119,69 @@ class _Roles:
         batch = batch_size(self.graph.inputs)
         ways = mesh.sizes_product(layout.data)
         if batch is not None and batch % ways:
+            most = math.gcd(batch, ways)
+            fewer = f"a mesh whose data axes have {most} devices in all, " if most > 1 else ""
             raise LayoutError(
                 f"layout {layout.name} splits the batch {ways} ways, but it is {batch}",
-                where=f"inputs, dim 0; data axes {', '.join(layout.data)}",
-                fix="use a batch that divides, or fewer data axes",
+                where=f"inputs, dim 0; data axes {', '.join(merged(layout.data))}",
+                fix=f"give a batch of {better_batches(batch, {'': ways})}, {fewer}or no layout: the planner then splits each operator as it can",
             )
+
+    # ---- what cannot be ------------------------------------------------------------------------------------------
+
+    def refusal(self, op: Op, chosen: list[OpStrategy]) -> LayoutError:
+        """What in the model keeps the layout from being, in terms of its modules and sizes, and what to use instead."""
+        what, axes, loops = self.obstacle(op, chosen)
+        letters = LETTERS.get(op.target.rsplit(".", 1)[0], {})
+        if not set(axes) & set(self.layout.data):
+            letters = {x: "heads" if name == "batch" else name for x, name in letters.items()}  # of a product's batch what is not the batch
+        sizes = ", ".join(f"{letters.get(x.letter, x.letter)} {x.size}" for x in loops)
+        width = self.mesh.sizes_product(axes)
+        over = f"{' and '.join(merged(self.user.sort(axes)))} ({width} devices)"
+        uneven = [loop for loop in loops if loop.size % width]
+        if not loops:
+            why = f"it has no loop that is {what}"
+        elif len(uneven) == len(loops):
+            why = f"of {what} it has {sizes}, which {'does' if len(loops) == 1 else 'do'} not divide"
+        else:
+            why = f"no way of splitting it goes along {what} ({sizes})"
+        home = LAYER.sub("*", op.module) or op.name
+        return LayoutError(
+            f"layout {self.layout.name} cannot split {home} over {over}: {why}",
+            where=f"operator {op.name}, {op.target}, reading {', '.join(str(list(t.shape)) for t in op.inputs)}",
+            fix=self.instead(axes, loops),
+        )
+
+    def obstacle(self, op: Op, chosen: list[OpStrategy]) -> tuple[str, tuple[str, ...], list[Loop]]:
+        """The role that no strategy keeps to (else all of them together): its loop's name, its axes, and the operator's loops that it may split."""
+        loops = self.loops.get(op.name, Loops())
+        features = self.features(op, loops)
+        roles = (
+            ("the batch", self.layout.data, list(loops.batch)),
+            ("the sequence", self.layout.context, list(loops.others)),
+            ("heads or features", self.layout.tensor, features),
+        )
+        for what, axes, mine in roles:
+            if axes and not any(all(self.stands(loops, features, o, a) for a in axes) for o in chosen):
+                return what, axes, mine
+        used = [(what, axes, mine) for what, axes, mine in roles if axes]
+        return (
+            " and ".join(what for what, _, _ in used),
+            tuple(a for _, axes, _ in used for a in axes),
+            [x for _, _, mine in used for x in mine],
+        )
+
+    def instead(self, axes: tuple[str, ...], loops: Sequence[Loop]) -> str:
+        """What the model does allow."""
+        devices, width, batch = self.user.size, self.mesh.sizes_product(axes), batch_size(self.graph.inputs)
+        ways = []
+        if set(axes) & set(self.layout.tensor):
+            most = max((math.gcd(x.size, width) for x in loops), default=1)
+            if most > 1 and devices > most and (batch or 0) % (devices // most) == 0:
+                ways.append(f"layout fsdp+tp on a mesh of {devices // most}x{most}, whose last axis splits tensors")
+            if batch is not None and batch % devices == 0:
+                ways.append("layout fsdp")
+        return ", or ".join([*ways, "no layout: the planner then splits each operator as it can"])
 
     # ---- operators -----------------------------------------------------------------------------------------------
 
