@@ -4,7 +4,7 @@
     python -m benchmarks.before_after --before HEAD~20 --case llama3-8b,h100:8x8,64,64 --rounds 3
 
 Cases are those of `benchmarks.planning`. The other revision is checked out into a temporary folder; commands of both run in turn, each in a process of
-its own. A case is "same" if all that the plan file says but the solver's seconds is the same: fingerprint, strategies, what is kept, and the price. Where
+its own. A case is "same" if all that the former plan file says but the solver's seconds is the same: fingerprint, strategies, what is kept, and the price. Where
 a solver's clock ended the search, plans may differ between two runs of one revision; such a case is said to have been stopped by time.
 """
 
@@ -66,11 +66,13 @@ def compared(case: str, trees: dict[str, Path], seq: int, seconds: float, rounds
             took_s, plans[which] = planned(case, trees[which], seq, seconds)
             took[which].append(took_s)
     before, after = plans["before"], plans["after"]
+    added = sorted(after.keys() - before.keys())  # what files of before do not say cannot differ
+    after = {k: v for k, v in after.items() if k not in added}
     stopped = [p["solver"].pop("stopped_by") for p in (before, after)]
     for p in (before, after):
         p["solver"].pop("seconds", None)
     row = {
-        "case": case, "same": before == after, "differs": sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k)),
+        "case": case, "same": before == after, "added": added, "differs": sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k)),
         "step_time_s": [p["predicted"]["step_time_s"] for p in (before, after)], "stopped_by": stopped,
         "before_s": [round(s, 2) for s in took["before"]], "after_s": [round(s, 2) for s in took["after"]],
         "ratio": round(min(took["after"]) / min(took["before"]), 3),

@@ -7,7 +7,7 @@ Fields are added without a new version; where one goes or means something else, 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -166,8 +166,17 @@ class CalibrationDocument(Document):
     cluster: dict[str, Any] = Field(description="the description, as --cluster takes it")
 
 
+class WrittenDocument(Document):
+    """`autopar report` and `autopar trace`."""
+
+    kind: Literal["written"] = "written"
+    version: Literal[1] = 1
+    plans: list[str] = Field(description="files of the plans")
+    file: str = Field(description="what was written: a page of HTML, or a trace")
+
+
 DOCUMENTS = (
-    PlanDocument, DifferenceDocument, ExplanationDocument, FrontierDocument, SearchDocument, PredictionDocument, CalibrationDocument,
+    PlanDocument, DifferenceDocument, ExplanationDocument, FrontierDocument, SearchDocument, PredictionDocument, CalibrationDocument, WrittenDocument,
 )  # fmt: skip
 ROWS = (PointRow, LayoutRow, Constant)
 
@@ -217,6 +226,10 @@ def calibration_document(found: Calibration, file: Path) -> str:
     constants = {path: Constant(value=f.value, relative_sd=f.relative_sd) for path, f in found.fitted.items()}
     cluster = found.cluster.model_dump(mode="json")
     return CalibrationDocument(file=str(file), seconds=found.seconds, constants=constants, cluster=cluster).dumps()
+
+
+def written_document(plans: Iterable[Path], file: Path) -> str:
+    return WrittenDocument(plans=[str(p) for p in plans], file=str(file)).dumps()
 
 
 # ---- saying what they are ------------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
     autopar plan llama3-70b --cluster h100:32x8 --batch 256 --seq 8192 -o plan.json
     autopar show plan.json
     autopar diff plan.json other.json
+    autopar report plan.json other.json -o plan.html
+    autopar trace plan.json -o trace.json
     autopar explain llama3-70b mlp.gate_proj tp:out --cluster h100:32x8 --batch 256 --seq 8192
     autopar frontier llama3-70b --cluster h100:32x8 --batch 256 --seq 8192 --plot frontier.html
     autopar calibrate --out mine.json
@@ -28,8 +30,10 @@ from autopar.cli.options import INTERRUPTED
 from autopar.cli.plan import plan
 from autopar.cli.predict import predict
 from autopar.cli.process import of_its_own
+from autopar.cli.report import report
 from autopar.cli.search import search
 from autopar.cli.show import show
+from autopar.cli.trace import trace
 from autopar.cli.voice import voiced
 from autopar.errors import AutoparError
 from autopar.planner.infeasible import InfeasibleError
@@ -59,7 +63,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-for _command in (plan, explain, frontier, show, diff, calibrate, search, predict):
+for _command in (plan, explain, frontier, show, diff, calibrate, search, predict, trace, report):
     app.command()(voiced(_command))
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
+from autopar.timeline.profile import Profile
 
 OFFLOAD = "offload:"
 
@@ -86,6 +87,9 @@ class Decisions:
     )  # what backward needs of forward -> "save" | "recompute" | "offload:host" | ...
     predicted: dict[str, float] = field(default_factory=dict)  # step_time_s, forward_s, backward_s, optimizer_s, peak_memory_bytes, ...
     solver: dict[str, str | float | int] = field(default_factory=dict)  # objective_s, bound_s, gap, stopped_by, seconds, ...
+    profile: Profile | None = (
+        None  # the step call by call, as it was priced; None in a hand layout, and in files from before there were any
+    )
 
     @property
     def mesh(self) -> Mesh:

@@ -38,9 +38,9 @@ def diff(a: Decisions, b: Decisions) -> str:
     return "\n".join(lines)
 
 
-# What the sections above cover; any other field of a plan, also one added later, is compared as a whole.
+# What the sections above cover (of a profile it is said that it differs); any other field of a plan, also one added later, is compared as a whole.
 _COVERED = {"mesh_axes", "layout", "cluster", "fingerprint", "data_axes", "reshard_after_forward", "params", "ops", "targets"}
-_COVERED |= {"collectives", "activations", "recompute", "predicted", "solver", "order"}
+_COVERED |= {"collectives", "activations", "recompute", "predicted", "solver", "order", "profile"}
 
 
 def _values(a: Decisions, b: Decisions) -> list[str]:
@@ -55,6 +55,9 @@ def _values(a: Decisions, b: Decisions) -> list[str]:
         ("reshard after forward", str(a.reshard_after_forward), str(b.reshard_after_forward)),
     ]
     lines = [f"{name}: {x or NONE} -> {y or NONE}" for name, x, y in rows if x != y]
+    if a.profile != b.profile:
+        calls = ["none" if p.profile is None else f"{sum(c.times for c in p.profile.calls):,} calls" for p in (a, b)]
+        lines.append(f"profile: {calls[0]} -> {calls[1]}" + (", which take other times or memory" if calls[0] == calls[1] else ""))
     if a.order != b.order:
         other = sum(x != y for x, y in itertools.zip_longest(a.order, b.order))
         lines.append(f"ops that stand for all: {len(a.order)} -> {len(b.order)}, {other} of them named otherwise")

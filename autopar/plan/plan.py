@@ -8,12 +8,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError
 from autopar.plan.answers import Explanation, Frontier
 from autopar.plan.decisions import Decisions
 from autopar.plan.text import text
+
+if TYPE_CHECKING:
+    from autopar.timeline.expand import Timeline
 
 _ASKED = ("_why", "_trace")  # what `explain` and `frontier` ask
 
@@ -86,6 +89,26 @@ class Plan(Decisions):
         from autopar.plan.diff import diff
 
         return diff(self, other)
+
+    def timeline(self) -> Timeline:
+        """Every call of the step when it runs, and the memory in use meanwhile. Raises AutoparError for a plan without a profile."""
+        from autopar.timeline.expand import expand
+
+        if self.profile is None:
+            raise AutoparError(
+                "this plan does not say what its step does in time: it is a hand layout's that was only propagated, or was made by an older autopar",
+                fix='make the plan again, with autopar.plan(...) or `autopar plan ... -o FILE`; a hand layout with layout="fsdp"',
+            )
+        return expand(self.profile)
+
+    def to_perfetto(self, path: str | os.PathLike[str]) -> None:
+        """Writes `timeline()` as trace-event JSON, which https://ui.perfetto.dev and chrome://tracing open: a track for every resource, an event for every call, counters
+        of memory. Raises AutoparError for a plan without a profile, or a path that cannot be written."""
+        from autopar.plan.text import merged
+        from autopar.timeline.perfetto import save
+
+        title = f"{self.layout} on {self.cluster or 'a cluster'}, mesh {' x '.join(f'{n}={s}' for n, s in self.mesh_axes.items())}"
+        save(self.timeline(), path, title, lambda axes: " x ".join(merged(axes)))
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in _ASKED}

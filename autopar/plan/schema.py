@@ -18,37 +18,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
 from autopar.plan.checks import Checker, PlanError, contradiction, mesh_of
 from autopar.plan.decisions import CollectiveUse, Decisions, OpChoice, ParamChoice
+from autopar.plan.profile_schema import ProfileModel, profile_of, profile_rows
+from autopar.plan.schema_types import STRICT, Flag, Number, Positive, Rows, Short, Size, Table, Text, Value
 from autopar.text.strict_json import JsonError, parse, read_bytes, short
 
 SCHEMA_VERSION = 1
 
-# Names reach terminals and reports, so no control characters: a file must not steer a terminal.
-Text = Annotated[str, StringConstraints(strict=True, max_length=1000, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")]
-Size = Annotated[int, Field(strict=True, ge=0, le=1 << 62)]
-Positive = Annotated[int, Field(strict=True, ge=1, le=1 << 62)]
-Whole = Annotated[int, Field(strict=True, ge=-(1 << 63), lt=1 << 63)]
-Number = Annotated[float, Field(strict=True)]
-Flag = Annotated[bool, Field(strict=True)]
 Policy = Literal["save", "recompute", "offload:host", "offload:nvme"]
 Reduction = Literal["sum", "max", "min"]
-Value = Text | Whole | Number
 
 T = TypeVar("T")
 P = TypeVar("P", bound=Decisions)
-# One error is enough, and a hostile file could have millions.
-Short = Annotated[list[T], Field(max_length=64, fail_fast=True)]
-Table = Annotated[list[T], Field(max_length=100_000, fail_fast=True)]
-Rows = Annotated[list[T], Field(max_length=1_000_000, fail_fast=True)]
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = STRICT
 
 
 class PlacementModel(_Model):
@@ -89,7 +79,7 @@ class PlanModel(_Model):
     """The canonical part. Rows: params (name, of param_table), ops (name, of op_table, of target_table, of module_table; None: it has
     none), collectives (tensor, of collective_table), repeated (op, ranks that repeat it), kept (tensor, of kept_table).
 
-    What has a default is left empty by hand layouts, and 1 is a collective's count where nothing is folded."""
+    What has a default is left empty by hand layouts, and 1 is a collective's count where nothing is folded. Plans of older files have no profile."""
 
     mesh: Annotated[Short[tuple[Text, Positive]], Field(min_length=1)]
     layout: Text
@@ -118,6 +108,7 @@ class PlanModel(_Model):
     unmet: Table[Text] = []
     predicted: Annotated[dict[Text, Number], Field(max_length=1000)] = {}
     solver: Annotated[dict[Text, Value], Field(max_length=1000)] = {}
+    profile: ProfileModel | None = None
 
 
 class FileModel(_Model):
@@ -313,6 +304,7 @@ def _file(plan: Decisions) -> FileModel:
         "unmet": plan.unmet,
         "predicted": {k: float(v) for k, v in plan.predicted.items()},
         "solver": {k: v for k, v in plan.solver.items() if not is_timing(k)},
+        "profile": None if plan.profile is None else profile_rows(plan.profile),
     }
     timing = {k: v for k, v in plan.solver.items() if is_timing(k)}
     return _validate({"schema_version": SCHEMA_VERSION, "plan": body, "timing": timing})
@@ -388,6 +380,7 @@ def _decode(file: FileModel, kind: type[P]) -> P:
         activations={tensor: policy for policy, tensors in m.activations.items() for tensor in tensors},
         predicted=dict(m.predicted),
         solver={**m.solver, **file.timing},
+        profile=None if m.profile is None else profile_of(m.profile, read.check),
     )
 
 

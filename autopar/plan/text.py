@@ -10,7 +10,7 @@ import math
 import re
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from autopar.graph.placement import Placement
@@ -204,7 +204,8 @@ def _policies(plan: Decisions, known: set[str]) -> dict[str, list[str]]:
         for k, number in enumerate(numbers[-2 * n :][:n]):
             of_group = f"layer {k + 1} of {n}: " if n > 1 and len(numbers) > 1 else ""
             for segment, policies in sorted(layers[number].items(), key=lambda x: (x[0] < 0, x[0])):
-                whose = f"{n * counts[segment]} of {n * sum(counts)} layers: " if len(counts) > 1 and segment < len(counts) else ""
+                mine = segment if segment >= 0 else middle_segment(counts)
+                whose = f"{n * counts[mine]} of {n * sum(counts)} layers: " if len(counts) > 1 and mine < len(counts) else ""
                 for policy, modules in sorted(policies.items(), reverse=True):
                     said = ", ".join(f"{m} ({x} x)" if x > 1 else m for m, x in modules.items())
                     what = SAID.get(policy, policy)
@@ -212,6 +213,11 @@ def _policies(plan: Decisions, known: set[str]) -> dict[str, list[str]]:
                         f"{whose}{of_group}{what}: {said}", WIDTH, subsequent_indent="    ", break_long_words=False
                     )
     return out
+
+
+def middle_segment(counts: Sequence[int]) -> int:
+    """The segment that the operators of a layer in the middle stand for (`solver.shrink`): the last one, unless that is the last layer alone."""
+    return len(counts) - 2 if len(counts) > 1 and counts[-1] == 1 else len(counts) - 1
 
 
 # ---- the step ----------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from autopar.planner.formulation.names import Names
 from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.layout import Layout
+from autopar.planner.profiling.profile import profile
 from autopar.planner.refit import modules_of
 from autopar.planner.stages import WORTH, Found, Stages, better
 from autopar.planner.storage import batch_size
@@ -214,6 +215,7 @@ def plan_of(step: Step, done: Found, budget_bytes: float) -> Plan:
     return replace(
         plan,
         layout=plan.layout if step.hand is None else step.hand.name,
+        profile=profile(done.formulated, done.problem, found.decision),
         cluster=step.cluster.name,
         modules=modules_of(folded.graph),
         unmet=unmet(folded.graph, plan.kept),

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from autopar.cost import Cost
 from autopar.graph.mesh import Mesh
 from autopar.hardware.cluster import Cluster
+from autopar.planner.formulation.formulated import Formulated
 from autopar.planner.formulation.lower_bound import lower_bound_problem
 from autopar.planner.formulation.names import Names
 from autopar.planner.formulation.problem import Formulator
@@ -57,7 +58,7 @@ Restrict = Callable[[Problem, Names, Mapping[str, Rule], Mesh], Problem]
 
 @dataclass(frozen=True)
 class Found:
-    """problem, names: of the program that was answered last; shrunk, rules: of its graph; mesh: whose axes may be merged."""
+    """problem, names: of the program that was answered last; shrunk, rules: of its graph; mesh: whose axes may be merged; formulated: what `problem` was made of."""
 
     mesh: Mesh
     problem: Problem
@@ -65,6 +66,7 @@ class Found:
     shrunk: Shrunk
     rules: Mapping[str, Rule]
     answer: Solution | Infeasible
+    formulated: Formulated
 
 
 class _Far(Exception):
@@ -174,7 +176,7 @@ class Stages:
         if seen.price is not None and seen.price.feasible and not _is_recomputed(problem, seen.decision):
             spent = time.perf_counter() - start
             answer = Solution(seen.decision, seen.price, seen.bound_s, spent, seen.stopped_by, seen.variables, seen.rows)
-            done = Found(mesh, problem, f.names, v.shrunk, v.rules, answer)
+            done = Found(mesh, problem, f.names, v.shrunk, v.rules, answer, f.formulated())
             self.so_far(mesh, seen.bound_s, done)
             return done
         bound_s = seen.bound_s
@@ -219,7 +221,7 @@ class Stages:
             # With strategies fixed, nothing is brought from where only other strategies have it; but memory of what runs again is known only then.
             mine = replace(answer, bound_s=min(bound_s, answer.objective_s))
             if not _is_recomputed(problem, answer.decision) and (best is None or better(mine, best.answer)):
-                best = Found(mesh, problem, f.names, v.shrunk, v.rules, mine)
+                best = Found(mesh, problem, f.names, v.shrunk, v.rules, mine, f.formulated())
         return best or self.with_low_memory_strategies(v, mesh, f, problem, bound_s, None)
 
     def with_low_memory_strategies(
@@ -238,7 +240,7 @@ class Stages:
         if found is not None:
             return found
         narrow, only = self.formulated(v, mesh, only=strategies)
-        return Found(mesh, only, narrow.names, v.shrunk, v.rules, explain(only, self.left))
+        return Found(mesh, only, narrow.names, v.shrunk, v.rules, explain(only, self.left), narrow.formulated())
 
     # ---- segments --------------------------------------------------------------------------------------------------
 
@@ -270,7 +272,7 @@ class Stages:
             if isinstance(found, Solution):
                 found = replace(found, bound_s=min(bound_s, found.objective_s))
                 if best is None or not isinstance(best.answer, Solution) or found.objective_s < best.answer.objective_s * (1 - 1e-6):
-                    best = Found(mesh, problem, f.names, v.shrunk, v.rules, found)
+                    best = Found(mesh, problem, f.names, v.shrunk, v.rules, found, f.formulated())
                     self.so_far(mesh, bound_s, best)
             return looked[key]
 
@@ -417,7 +419,7 @@ class Stages:
             self.so_far(self.mesh, bound_s, best)
             if seen.price is not None and seen.price.feasible and seen.price.objective_s < known:
                 answer = Solution(seen.decision, seen.price, bound_s, 0.0, seen.stopped_by, seen.variables, seen.rows)
-                best = Found(self.mesh, problem, f.names, v.shrunk, v.rules, answer)
+                best = Found(self.mesh, problem, f.names, v.shrunk, v.rules, answer, f.formulated())
             else:
                 best = self.cut(self.mesh, f.all_strategies(seen.decision.strategies), bound_s, best, False) or best
             assert isinstance(best.answer, Solution)

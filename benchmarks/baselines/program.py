@@ -1,7 +1,7 @@
 """A training step to compare on: captured once, priced for any choice of what backward keeps of forward.
 
 Every choice, a baseline's or the planner's, is a `Plan` and goes the same way: shard, partition, offload, overlap, then `autopar.simulate.price` for the seconds of
-every call and `autopar.simulate.simulator` for time and memory. A baseline's plan has the strategies of the hand layout `layout` (on one device all are the same:
+every call and `autopar.timeline.replay` for time and memory. A baseline's plan has the strategies of the hand layout `layout` (on one device all are the same:
 replicated), and its own `kept` and `recompute`.
 
 Memory is the simulator's with the sizes of `autopar.simulate.written_bytes`, with two corrections: what is saved for backward is written, also where fusion alone would not
@@ -46,9 +46,10 @@ from autopar.rules import lookup
 from autopar.rules.grammar import Rule
 from autopar.rules.strategy import placements
 from autopar.simulate.price import Price, price
-from autopar.simulate.simulator import COMPUTE, records, replay
+from autopar.simulate.simulator import records
 from autopar.simulate.written_bytes import stored, with_saved
 from autopar.solver.fold import fold
+from autopar.timeline.replay import COMPUTE, replay
 from benchmarks.baselines.recompute import as_compiled
 
 PREFIX = "memory"  # of the names of process groups, none of which exists

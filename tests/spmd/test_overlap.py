@@ -19,7 +19,8 @@ from autopar.passes.partition import Parts, partition
 from autopar.passes.recompute import recomputable, saved_bytes
 from autopar.passes.shard import Sharded
 from autopar.runtime.lower import lower
-from autopar.simulate.simulator import COMPUTE, price_ops, records, replay
+from autopar.simulate.simulator import price_ops, records
+from autopar.timeline.replay import COMPUTE, replay
 from tests.spmd import simulate
 from tests.spmd.simulate import Simulated, fake_world, one_device
 from tests.spmd.test_models import assert_equal_gradients, prepared

@@ -26,8 +26,9 @@ from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.planning import Planned
 from autopar.rules import lookup
 from autopar.simulate.price import Price, price
-from autopar.simulate.simulator import COMPUTE, Replay, records, replay
+from autopar.simulate.simulator import records
 from autopar.simulate.written_bytes import stored, with_saved
+from autopar.timeline.replay import COMPUTE, Replay, replay
 from tests.models import ZOO
 from tests.spmd.simulate import fake_world, simulated
 from tests.spmd.test_planned import LINKS, NAMES, captured, planned

@@ -20,7 +20,7 @@ from tests.structure import ROOT, Structure, imports, within
 
 PRIVATE_APIS = "autopar._torch"
 TORCH_FREE = (
-    "autopar.text", "autopar.graph", "autopar.rules", "autopar.hardware.cluster", "autopar.hardware.parts", "autopar.cost", "autopar.plan", "autopar.solver",
+    "autopar.text", "autopar.graph", "autopar.rules", "autopar.hardware.cluster", "autopar.hardware.parts", "autopar.cost", "autopar.timeline", "autopar.plan", "autopar.solver",
     "autopar.planner.formulation", "autopar.planner.planning", "autopar.planner.layout", "autopar.simulate.simulator", "autopar.pipeline",
 )  # fmt: skip
 ALLOWED_PRIVATE = ("torch.ops",)

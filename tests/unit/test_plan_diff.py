@@ -11,6 +11,7 @@ import pytest
 from autopar.plan.diff import LINES, diff
 from autopar.plan.plan import Plan
 from autopar.plan.schema import dumps
+from autopar.timeline.profile import Profile
 from tests.plans import full, made, with_collectives, with_sections
 
 MESH = {"dp": 2, "tp": 2}
@@ -133,6 +134,7 @@ def test_no_field_is_overlooked() -> None:
         "kept": {},
         "predicted": {},
         "solver": {},
+        "profile": Profile((), (), (), (), (), {}),
     }
     assert {f.name for f in dataclasses.fields(Plan)} <= set(others)
     for field, value in others.items():

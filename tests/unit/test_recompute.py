@@ -12,7 +12,8 @@ from autopar.capture.capture import Role
 from autopar.passes.partition import Parts, partition
 from autopar.passes.recompute import recomputable, saved_bytes
 from autopar.passes.shard import Sharded
-from autopar.simulate.simulator import COMPUTE, records, replay
+from autopar.simulate.simulator import records
+from autopar.timeline.replay import COMPUTE, replay
 
 c10d = torch.ops._c10d_functional
 aten = torch.ops.aten

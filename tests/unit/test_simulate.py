@@ -13,7 +13,8 @@ from autopar import _torch
 from autopar.graph.calls import part_bytes, wire_bytes
 from autopar.passes.overlap import blocking_of
 from autopar.passes.partition import Parts
-from autopar.simulate.simulator import COMPUTE, Record, Replay, price_ops, records, replay
+from autopar.simulate.simulator import price_ops, records
+from autopar.timeline.replay import COMPUTE, Record, Replay, replay
 
 c10d = torch.ops._c10d_functional
 
