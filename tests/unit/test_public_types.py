@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import inspect
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -40,15 +43,25 @@ def functions(cls: type) -> Iterator[tuple[str, Callable[..., Any]]]:
                 yield name, f
 
 
+def for_types_only(module: str) -> dict[str, Any]:
+    """What `module` imports under `if TYPE_CHECKING:` alone, by name."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    blocks = [n for n in tree.body if isinstance(n, ast.If) and isinstance(n.test, ast.Name) and n.test.id == "TYPE_CHECKING"]
+    found = [i for block in blocks for i in block.body if isinstance(i, ast.ImportFrom) and i.module and i.module != "autopar"]
+    return {a.asname or a.name: getattr(importlib.import_module(i.module or ""), a.name) for i in found for a in i.names}
+
+
 def untyped(f: Callable[..., Any]) -> list[str]:
     """Parameters of `f` (and "return") that say no type, or one with Any in it."""
-    hints = typing.get_type_hints(f)
+    hints = typing.get_type_hints(f, localns=for_types_only(f.__module__))
     names = [n for n in inspect.signature(f).parameters if n not in ("self", "cls")]
     return [n for n in [*names, "return"] if n not in hints or has_any(hints[n])]
 
 
 def untyped_fields(cls: type) -> list[str]:
-    return [n for c in ours(cls) for n in inspect.get_annotations(c) if not n.startswith("_") and has_any(typing.get_type_hints(c)[n])]
+    named = {n: t for c in ours(cls) for n, t in for_types_only(c.__module__).items()}
+    hints = typing.get_type_hints(cls, localns=named)
+    return [n for c in ours(cls) for n in inspect.get_annotations(c) if not n.startswith("_") and has_any(hints[n])]
 
 
 def has_any(t: object) -> bool:
