@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ def compile(
     mesh: DeviceMesh | tuple[int, ...] | Mapping[str, int] | None = None,
     *,
     loss_fn: Callable[..., torch.Tensor] | None = None,
-    example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
+    example_inputs: Mapping[str, object] | tuple[object, ...] | None = None,
     inputs: str = "global",
     outputs: str = "loss",
     plan: Plan | str | os.PathLike[str] | None = None,
@@ -36,7 +35,7 @@ def compile(
     offload: Offload | str | bool | None = None,
     cluster: str | Cluster | None = None,
     precision: Precision | str | torch.dtype | None = None,
-    optimizer: Any = "adamw",
+    optimizer: str | type[torch.optim.Optimizer] = "adamw",
     grad_accumulation: int = 1,
     backend: str = "inductor",
     options: Mapping[str, float] | None = None,
@@ -81,8 +80,10 @@ def compile(
         mesh = request.plan.mesh_axes
     module = ParallelModule(model, _device_mesh(mesh), config)
     if example_inputs is not None:
-        args, kwargs = (example_inputs, {}) if isinstance(example_inputs, tuple) else ((), dict(example_inputs))
-        module.prepare(*args, **kwargs)
+        if isinstance(example_inputs, tuple):
+            module.prepare(*example_inputs)
+        else:
+            module.prepare(**example_inputs)
     return module
 
 
@@ -95,6 +96,8 @@ def _device_mesh(mesh: DeviceMesh | tuple[int, ...] | Mapping[str, int] | None) 
         else:
             dist.init_process_group("gloo" if not torch.cuda.is_available() else None, store=dist.HashStore(), rank=0, world_size=1)
     world = dist.get_world_size()
+    sizes: tuple[int, ...]
+    names: tuple[str, ...]
     if mesh is None:
         sizes, names = (world,), ("dp",)
     elif isinstance(mesh, Mapping):

@@ -22,6 +22,7 @@ by name.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -152,18 +153,22 @@ def _fused_backward(
     scale: float, bias_grad: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     lse = lse.masked_fill(lse == -math.inf, math.inf)  # p = 0
+    found: tuple[Tensor, ...]
     if kernel == "cpu":
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return backward(grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale)
+        found = backward(grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale)
+        return found
     if kernel == "flash":
         unused = torch.zeros(2, dtype=torch.int64, device=q.device).view(torch.uint64)  # state of the dropout that is none
         backward = aten._scaled_dot_product_flash_attention_backward
-        return backward(grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, is_causal, unused, unused, scale=scale)
+        found = backward(grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, is_causal, unused, unused, scale=scale)
+        return found
     unused = torch.zeros((), dtype=torch.int64, device=q.device)
-    return aten._scaled_dot_product_efficient_attention_backward(
+    found = aten._scaled_dot_product_efficient_attention_backward(
         grad, q, k, v, _aligned(mask, q, k), out, F.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=math.inf), unused, unused,
         0.0, [True, True, True, bias_grad], is_causal, scale=scale,
     )  # fmt: skip
+    return found
 
 
 # ---- the ops -------------------------------------------------------------------------------------------------------
@@ -219,17 +224,17 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
 
 
-def _setup(ctx: object, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, bias, is_causal, scale, q_index = inputs
-    ctx.save_for_backward(q, k, v, output[0], output[1], bias, q_index)  # type: ignore[attr-defined]
-    ctx.rest = (is_causal, scale)  # type: ignore[attr-defined]
-    ctx.mark_non_differentiable(output[1])  # type: ignore[attr-defined]
+    ctx.save_for_backward(q, k, v, output[0], output[1], bias, q_index)
+    ctx.rest = (is_causal, scale)
+    ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: object, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, bias, q_index = ctx.saved_tensors  # type: ignore[attr-defined]
-    is_causal, scale = ctx.rest  # type: ignore[attr-defined]
-    bias_grad = ctx.needs_input_grad[3]  # type: ignore[attr-defined]
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, bias, q_index = ctx.saved_tensors
+    is_causal, scale = ctx.rest
+    bias_grad = ctx.needs_input_grad[3]
     dq, dk, dv, dbias = attention_backward(grad, q, k, v, out, lse, bias, is_causal, scale, q_index, bias_grad)
     return dq, dk, dv, dbias if bias_grad else None, None, None, None
 

@@ -10,6 +10,7 @@ Lengths are read on the host, as torch's kernels do. When a body changes so must
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +48,8 @@ def ctc_loss_backward(
     sizes = target_lengths.tolist()
     alpha = alpha[..., : 2 * max(sizes, default=0) + 1].contiguous()
     operands = (grad.contiguous(), log_probs.contiguous(), targets.contiguous(), lengths.tolist(), sizes, loss.contiguous(), alpha)
-    return aten._ctc_loss_backward(*operands, blank, zero_infinity).contiguous()
+    grads: Tensor = aten._ctc_loss_backward(*operands, blank, zero_infinity)
+    return grads.contiguous()
 
 
 @ctc_loss_backward.register_fake
@@ -58,15 +60,15 @@ def _(
     return log_probs.new_empty(log_probs.shape)
 
 
-def _setup(ctx: object, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, blank, zero_infinity = inputs
-    ctx.save_for_backward(*tensors, *output)  # type: ignore[attr-defined]
-    ctx.rest = (blank, zero_infinity)  # type: ignore[attr-defined]
-    ctx.mark_non_differentiable(output[1])  # type: ignore[attr-defined]
+    ctx.save_for_backward(*tensors, *output)
+    ctx.rest = (blank, zero_infinity)
+    ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: object, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    found = ctc_loss_backward(grad, *ctx.saved_tensors, *ctx.rest)  # type: ignore[attr-defined]
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    found = ctc_loss_backward(grad, *ctx.saved_tensors, *ctx.rest)
     return found, None, None, None, None, None
 
 

@@ -118,6 +118,7 @@ def guarded(n: fx.Node) -> Callable[..., Any] | None:
     target, given = n.target, n.meta.get(ORDERS)
     if demand_of(target) is None and not given:
         return None
+    assert callable(target)
     from_start = str(target).startswith("aten.as_strided")
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 import autopar.offload  # noqa: F401  registers the ops
+from autopar import _torch
 from autopar.graph.calls import OFFLOADED, nbytes
 from autopar.passes.overlap import BROUGHT, MARK, SENT
 from autopar.passes.partition import Parts
@@ -35,7 +36,7 @@ def offload(parts: Parts, store: str, window_of: Mapping[str, int], fake_mode: A
         return parts
     forward, backward = _copy(parts.forward), _copy(parts.backward)
     output = forward.graph.output_node()
-    results = list(output.args[0])
+    results = list(_torch.results_of(forward.graph))
     places = [n for n in backward.graph.nodes if n.op == "placeholder"]
     first = len(results) - len(parts.saved)
     ends, starts = _firsts(forward, window_of), _firsts(backward, window_of)

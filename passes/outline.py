@@ -150,7 +150,7 @@ class _Rebuilder:
                 self.segment(nodes, wanted)
             at = r.start + r.period * r.count
         self.inline(pending + self.stretch(at, len(self.calls)) + self.between.get(len(self.calls), []))
-        results = self.gm.graph.output_node().args[0]
+        results = _torch.results_of(self.gm.graph)
         self.out.output(tuple(self.env[n] if isinstance(n, fx.Node) else n for n in results))
         gm = fx.GraphModule(self.root, self.out)
         _torch.drop_dead_code(gm)
@@ -228,7 +228,7 @@ class _Rebuilder:
         body = self.bodies[key]
         self.layers += 1
         call = self.out.call_function(_torch.invoke_subgraph(), (self.attribute(body.name, body.gm), body.name, *args), {})
-        results = body.gm.graph.output_node().args[0]
+        results = _torch.results_of(body.gm.graph)
         call.meta["val"] = tuple(_torch.fresh_fake(m.meta["val"], self.mode) for m in results)
         made: dict[int, fx.Node] = {}
         bases = iter(body.roots)
@@ -246,6 +246,7 @@ class _Rebuilder:
             else:
                 new = self.out.node_copy(v, inner.__getitem__)
                 values, named = fx.map_arg((new.args, new.kwargs), lambda a: a.meta["val"])
+                assert callable(new.target)
                 with self.mode:
                     new.meta = {"val": new.target(*values, **named)}
                 inner[v] = new
@@ -311,7 +312,7 @@ def _body(key: str, traced: fx.GraphModule, wanted: tuple[int, ...]) -> _Body:
             visit(a)
         env[n] = views.node_copy(n, env.__getitem__)
 
-    results = list(traced.graph.output_node().args[0])
+    results = _torch.results_of(traced.graph)
     for m in results:
         visit(m)
     views.output(tuple(env[m] for m in results))

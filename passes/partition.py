@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autopar import _torch
 from autopar.capture.capture import Role
 from autopar.graph.calls import OFFLOADED, is_wait, shares_storage
 from autopar.passes.fused_recompute import FusedRecompute
@@ -54,7 +55,7 @@ def partition(
     nodes = list(gm.graph.nodes)
     places = [n for n in nodes if n.op == "placeholder"]
     role_of = dict(zip(places, sharded.inputs, strict=True))
-    results = list(gm.graph.output_node().args[0])
+    results = _torch.results_of(gm.graph)
     fw_results = [(r, n) for r, n in zip(sharded.outputs, results, strict=True) if r.kind not in _GRADS]
     bw_results = [(r, n) for r, n in zip(sharded.outputs, results, strict=True) if r.kind in _GRADS]
     backward_nodes = [n for n in nodes if n.op == "call_function" and n.meta["direction"] == "backward"]

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Set
 import torch
 from torch import fx
 
+from autopar import _torch
 from autopar.capture.capture import Role
 from autopar.graph.calls import nbytes, storage_of
 from autopar.passes.shard import Sharded
@@ -70,7 +71,7 @@ def recomputable(sharded: Sharded) -> frozenset[str]:
 
 def saved_bytes(forward: fx.GraphModule, saved: int) -> int:
     """Memory that the last `saved` results of a forward graph keep, each storage once, without the graph's own inputs."""
-    results = forward.graph.output_node().args[0]
+    results = _torch.results_of(forward.graph)
     kept = {storage_of(n) for n in results[len(results) - saved :]}
     return sum(nbytes(n) for n in kept if n.op == "call_function")
 

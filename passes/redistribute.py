@@ -28,7 +28,8 @@ def run_step(
     if order != contiguous(x.dim()):
         return run_step(x.permute(order), step.permuted(order), mesh, coordinate, group).permute(inverse(order))
     if step.kind == "all_reduce":
-        return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), step.reduce, group(step.axes)))
+        reduced: torch.Tensor = collectives.wait_tensor(collectives.all_reduce(x.contiguous(), step.reduce, group(step.axes)))
+        return reduced
     digits = union_digits(step.src, step.dst, list(step.axes), mesh)
     assert digits is not None
     flat = [d for dim in digits for d in dim]
@@ -37,12 +38,12 @@ def run_step(
     before = [d for d in flat if d[1] != "from"]
     local = [d for d in flat if d[1] == "local"]
     rest = [d[0] for d in local]
+    y: torch.Tensor
     if step.kind == "all_gather":
         y = x.contiguous()
     else:
         front = [before.index((mesh.axis_size(a), "to", a)) for a in step.axes]
-        order = front + [i for i, d in enumerate(before) if d[1] == "local"]
-        y = x.reshape([d[0] for d in before]).permute(order).reshape([width, *rest])
+        y = x.reshape([d[0] for d in before]).permute(front + [i for i, d in enumerate(before) if d[1] == "local"]).reshape([width, *rest])
     if step.kind == "slice":
         index = coordinate(step.axes[0])
         for a in step.axes[1:]:
@@ -62,11 +63,11 @@ def run_step(
     after = [d for d in flat if d[1] != "to"]
     source = {("from", a): i for i, a in enumerate(step.axes)}
     n = len(step.axes)
-    order = []
+    back: list[int] = []
     for d in after:
         if d[1] == "local":
-            order.append(n)
+            back.append(n)
             n += 1
         else:
-            order.append(source[("from", d[2])])
-    return y.permute(order).reshape(step.dst.local_shape(mesh))
+            back.append(source[("from", d[2])])
+    return y.permute(back).reshape(step.dst.local_shape(mesh))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from autopar import _torch
 from autopar.graph.calls import is_collective
 
 _PRODUCTS = ("mm", "conv", "attention", "embedding")
@@ -28,4 +29,4 @@ def _one_gradient(n: fx.Node) -> bool:
         todo += new
     if any(part in str(u.target) for u in after for part in _PRODUCTS):
         return False
-    return sum(given in after for given in output.args[0]) == 1
+    return sum(given in after for given in _torch.results_of(n.graph)) == 1

@@ -35,8 +35,7 @@ from autopar.passes.lay_out import COPIED, copying
 from autopar.passes.local.context import Local
 from autopar.passes.local.sizes import SIZE_ARG
 from autopar.passes.redistribute import run_step
-from autopar.plan.decisions import CollectiveUse, ParamChoice
-from autopar.plan.plan import Plan
+from autopar.plan.decisions import CollectiveUse, Decisions, ParamChoice
 from autopar.rules import lookup
 from autopar.rules.strategy import placements
 from autopar.tensors.memory_format import FORMATS, Order, contiguous, lies_in, order_of, strides_of
@@ -80,12 +79,12 @@ def group_names(gm: fx.GraphModule, prefix: str) -> list[tuple[str, ...]]:
     return sorted(tuple(n[len(prefix) + 1 :].split("+")) for n in names)
 
 
-def shard(captured: Captured, graph: Graph, plan: Plan, options: Options) -> Sharded:
+def shard(captured: Captured, graph: Graph, plan: Decisions, options: Options) -> Sharded:
     return _Sharder(captured, graph, plan, options).run()
 
 
 class _Sharder:
-    def __init__(self, captured: Captured, graph: Graph, plan: Plan, options: Options) -> None:
+    def __init__(self, captured: Captured, graph: Graph, plan: Decisions, options: Options) -> None:
         self.captured, self.graph, self.plan, self.options = captured, graph, plan, options
         self.mesh: Mesh = plan.mesh
         self.offloaded = plan.offload
@@ -228,7 +227,9 @@ class _Sharder:
             at = dict(zip(step.axes, cs, strict=False))
             return run_step(x, step, self.mesh, at.__getitem__, lambda axes: group_name(self.options.group_prefix, axes))
 
-        return self.trace(fn, [node, *coords], ("step", step))
+        made = self.trace(fn, [node, *coords], ("step", step))
+        assert isinstance(made, fx.Node)
+        return made
 
     # ---- ops -------------------------------------------------------------------------------------------------
 
@@ -275,7 +276,7 @@ class _Sharder:
                 return {k: operand(v) for k, v in x.items()}
             return device if isinstance(x, torch.device) else x
 
-        return operand(tuple(node.args)), operand(dict(node.kwargs))
+        return operand(tuple(node.args)), {k: operand(v) for k, v in node.kwargs.items()}
 
     def emitted(self, node: fx.Node, op: Op, rule: Any, strategy: Any, want: Any, made: Any, operands: list[fx.Node]) -> Any:
         """What `op` gives on local operands."""
@@ -298,8 +299,8 @@ class _Sharder:
         for i, order in orders(target, values):
             if not lies_in(values[i], order):
                 copy = args[i]
-                for call, *more in copying(order):
-                    copy = self.call(call, (copy, *more[0]), more[1])
+                for call, rest, named in copying(order):
+                    copy = self.call(call, (copy, *rest), named)
                     copy.meta[COPIED] = call is torch.ops.aten.clone.default
                 made[args[i]] = copy
         return [made.get(n, n) for n in operands]
@@ -322,6 +323,7 @@ class _Sharder:
         if is_random and op.direction == "forward":
             self.random_ops += 1
         target = node.target
+        assert callable(target)
         extra = [*self.coordinates.values(), self.seed]
         n = len(operands)
 
@@ -451,17 +453,18 @@ class _Sharder:
                     self.param_entry(*pending.pop(t.name))
             self.op(node, op)
             self.current = "output"
-            for t in op.outputs if op.direction == "forward" else ():
-                if t is not None and t.name in given:
-                    self.get(t.name, given[t.name])  # here and not at the end: made for backward first, it would be no result of forward
-            for t in op.outputs:
-                for p in grad_of.get(t.name, ()) if t is not None else ():
-                    self.finish_grad(p, t.name)
+            made = [t.name for t in op.outputs if t is not None]
+            for name in made if op.direction == "forward" else ():
+                if name in given:
+                    self.get(name, given[name])  # here and not at the end: made for backward first, it would be no result of forward
+            for name in made:
+                for p in grad_of.get(name, ()):
+                    self.finish_grad(p, name)
         return self.outputs()
 
     def results(self) -> list[tuple[Role, Any]]:
         """What the captured graph gives, by role."""
-        return list(zip(self.captured.outputs, self.captured.gm.graph.output_node().args[0], strict=True))  # type: ignore[arg-type]
+        return list(zip(self.captured.outputs, _torch.results_of(self.captured.gm.graph), strict=True))
 
     def given_at(self, role: Role, node: fx.Node) -> Placement:
         if role.kind == "output":
@@ -495,7 +498,7 @@ class _Sharder:
         return Sharded(gm, tuple(self.in_roles), tuple(roles), tuple(self.collectives), self.mode)
 
 
-def unreduced_grads(captured: Captured, graph: Graph, plan: Plan, options: Options) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def unreduced_grads(captured: Captured, graph: Graph, plan: Decisions, options: Options) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Local shape and dtype of every gradient before its reduction: what `no_sync` accumulates."""
     out = {}
     by_name = {o.name: o for o in graph.ops}

@@ -53,7 +53,7 @@ def _is_used(n: fx.Node, prefix: str) -> bool:
 def _lies_as_demanded(n: fx.Node, prefix: str) -> bool:
     if n.op != "call_function":
         return True
-    values = fx.map_arg(n.args, lambda a: a.meta["val"])
+    values: Any = fx.map_arg(n.args, lambda a: a.meta["val"])
     return all(lies_in(values[i], order) for i, order in n.meta.get(ORDERS) or orders(n.target, values))
 
 

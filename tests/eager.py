@@ -70,4 +70,4 @@ def assert_trains_alike(build: Callable[[], nn.Module], act: Act | None = None, 
     else:
         assert got == expected
     for (n, p), q in zip(one.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(whole(q).detach(), p.detach(), rtol=1e-5, atol=1e-6, msg=lambda said, n=n: f"{n}: {said}")
+        torch.testing.assert_close(whole(q).detach(), p.detach(), rtol=1e-5, atol=1e-6, msg=f"{n}: {{}}".format)

@@ -44,6 +44,8 @@ class NanoGPT(nn.Module):
     """Attention written out, tied head."""
 
     class Block(nn.Module):
+        mask: Tensor
+
         def __init__(self, d: int, heads: int, seq: int) -> None:
             super().__init__()
             self.heads = heads
@@ -236,8 +238,8 @@ class WaveNet(nn.Module):
 
     def forward(self, wave: Tensor, target: Tensor) -> Tensor:
         x, skips = self.start(wave), torch.zeros(())
-        for conv, mix in zip(self.layers, self.mix, strict=True):
-            a, b = conv(F.pad(x, (conv.dilation[0], 0))).chunk(2, 1)
+        for i, (conv, mix) in enumerate(zip(self.layers, self.mix, strict=True)):
+            a, b = conv(F.pad(x, (2**i, 0))).chunk(2, 1)
             res, skip = mix(torch.tanh(a) * torch.sigmoid(b)).chunk(2, 1)
             x, skips = x + res, skips + skip
         return F.cross_entropy(self.end(torch.relu(skips)), target)
@@ -355,7 +357,9 @@ class JointTransformer(nn.Module):
         streams, xs = (self.text, self.image), (text, image)
         b, _, d = image.shape
         mods = [s.ada(F.silu(pooled)).chunk(6, -1) for s in streams]
-        qs, ks, vs = [], [], []
+        qs: list[Tensor] = []
+        ks: list[Tensor] = []
+        vs: list[Tensor] = []
         for s, x, m in zip(streams, xs, mods, strict=True):
             q, k, v = s.qkv(modulated(F.layer_norm(x, (d,)), m[0], m[1])).view(b, -1, 3, self.heads, d // self.heads).unbind(2)
             qs, ks, vs = [*qs, s.norm_q(q)], [*ks, s.norm_k(k)], [*vs, v]

@@ -40,6 +40,7 @@ from autopar._torch.nodes import (
     is_operator,
     is_pure,
     line_of,
+    results_of,
     without_dead_code,
 )
 from autopar._torch.parameters import hooks_of, set_hooks, swap_parameter
@@ -93,6 +94,7 @@ __all__ = [
     "region_of",
     "replaced_composites",
     "restricted_reader",
+    "results_of",
     "saved_by_min_cut",
     "set_hooks",
     "storage_of",

@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import logging
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._python_dispatch
@@ -14,6 +14,9 @@ import torch.utils._pytree
 
 from autopar.tensors.memory_format import order_of, strides_of
 from autopar.text.log import VARIABLE
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 collectives = torch.ops._c10d_functional  # issued and awaited by separate ops, which a graph can hold
 
@@ -26,15 +29,21 @@ def _is_news(record: logging.LogRecord) -> bool:
 logging.getLogger("torch.distributed.tensor._collective_utils").addFilter(_is_news)
 
 
+def _registry() -> Any:
+    """torch's groups by name. Newer versions want names of a type of their own, a str at run time, that older ones do not have."""
+    from torch._C import _distributed_c10d
+
+    return _distributed_c10d
+
+
 def alias_process_group(name: str, group: Any) -> None:
     """Makes `group` known to functional collectives under `name` too, so that graphs have the same text on every rank; a group that had the name loses it."""
-    from torch._C._distributed_c10d import _register_process_group, _resolve_process_group, _unregister_process_group
-
+    registry = _registry()
     with contextlib.suppress(RuntimeError):  # nobody has the name, or one that is gone
-        if _resolve_process_group(name) is group:
+        if registry._resolve_process_group(name) is group:
             return
-    _unregister_process_group(name)
-    _register_process_group(name, group)
+    registry._unregister_process_group(name)
+    registry._register_process_group(name, group)
 
 
 def is_open(group: Any) -> bool:
@@ -53,22 +62,21 @@ def new_group(ranks: list[int], name: str, timeout: Any) -> Any:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_timeout, _new_process_group_helper, _world
 
-    backend, store = _world.pg_map[dist.group.WORLD]
+    world = dist.group.WORLD
+    assert world is not None
+    backend, store = _world.pg_map[world]
     backend = dist.Backend(backend)
     timeout = _get_default_timeout(backend) if timeout is None else timeout
-    device = dist.group.WORLD.bound_device_id  # type: ignore[union-attr]
-    made, _ = _new_process_group_helper(
-        len(ranks), ranks.index(dist.get_rank()), ranks, backend, store, name, timeout=timeout, device_id=device
-    )
+    device = world.bound_device_id
+    make: Any = _new_process_group_helper  # see `_registry`
+    made, _ = make(len(ranks), ranks.index(dist.get_rank()), ranks, backend, store, name, timeout=timeout, device_id=device)
     _world.pg_group_ranks[made] = {r: i for i, r in enumerate(ranks)}
     return made
 
 
 def process_group(name: str) -> Any:
     """The group that functional collectives know under `name`."""
-    from torch._C._distributed_c10d import _resolve_process_group
-
-    return _resolve_process_group(name)
+    return _registry()._resolve_process_group(name)
 
 
 _orderly: dict[str, tuple[Any, Any]] = {}  # by name: the default group it was made under, and the group
@@ -103,7 +111,7 @@ def orderly(name: str, group: Any, fresh: str) -> Any:
     # A name may come again after the default group was destroyed and made anew, perhaps in the same store.
     store = PrefixStore(f"{name}/{'.'.join(map(str, ranks))}/{fresh}", default_store())
     rank, size = ranks.index(dist.get_rank()), len(ranks)
-    mine = ProcessGroup(store, rank, size)
+    mine: Any = ProcessGroup(store, rank, size)
     backend = gloo(store, rank, size, options)
     backend.options.global_ranks_in_group, backend.options.group_name = ranks, name
     backend._set_sequence_number_for_group()
@@ -123,10 +131,12 @@ def unalias_process_groups() -> None:
 
 def local_tensor(t: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor itself (not a view that autograd tracks)."""
-    return t._local_tensor  # type: ignore[attr-defined]
+    of: Any = t
+    local: torch.Tensor = of._local_tensor
+    return local
 
 
-def dtensor(local: torch.Tensor, mesh: Any, placements: Any, shape: tuple[int, ...], order: tuple[int, ...] | None = None) -> Any:
+def dtensor(local: torch.Tensor, mesh: Any, placements: Any, shape: tuple[int, ...], order: tuple[int, ...] | None = None) -> DTensor:
     """A DTensor of global `shape` from a local shard, without communication. order: its format, by default the shard's."""
     from torch.distributed.tensor import DTensor
 
@@ -139,7 +149,8 @@ def default_timeout(device_type: str) -> Any:
     import torch.distributed as dist
 
     try:
-        return dist.group.WORLD._get_backend(torch.device(device_type)).options._timeout  # type: ignore[union-attr]
+        world: Any = dist.group.WORLD
+        return world._get_backend(torch.device(device_type)).options._timeout
     except (AttributeError, RuntimeError):
         return None
 

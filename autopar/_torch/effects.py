@@ -118,11 +118,12 @@ def _effects(side: Any) -> list[Effect]:
             constants = {n: stores[n].as_python_constant() for n in names if stores[n].is_python_constant()}
         else:
             kind, constants = "contents", {}
-            names, new = _changed_items(var, owner, source)
-            if names is None:
+            changed, new = _changed_items(var, owner, source)
+            if changed is None:
                 continue
+            names = changed
         if names or kind == "contents":
-            out.append(Effect(kind, source, names or (), new, constants, stack))
+            out.append(Effect(kind, source, names, new, constants, stack))
     for tensor, hook, _, name in side.tensor_hooks.values():
         nested = getattr(hook, "fn_name", None)  # of a function that forward makes
         said = nested.as_python_constant() if nested is not None else getattr(getattr(hook, "fn", None), "__qualname__", "a hook")
@@ -146,7 +147,7 @@ def _stays(owner: Any, name: str, value: Any, source: str) -> bool:
 def _changed_items(var: Any, owner: Any, source: str) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
     """Keys of a dict that are set or gone, and those that are new (also a tensor of another kind than there was); no keys of another container that changed;
     None: nothing changed."""
-    items = getattr(var, "items", None)
+    items: Any = getattr(var, "items", None)
     if isinstance(items, dict) and hasattr(var, "is_new_item") and isinstance(owner, dict):
         changed = [
             str(k.vt.as_python_constant())
@@ -213,7 +214,7 @@ def _reads(output: Any) -> tuple[frozenset[str] | None, list[tuple[dict[str, Any
 def draws_of_numpy(gm: fx.GraphModule) -> list[str]:
     """Dynamo makes numpy's random functions torch's, with other numbers than numpy's generator has."""
     functions = (getattr(n.target, "f", None) for n in gm.graph.nodes if n.op == "call_function")
-    return [f"numpy.random.{f.__name__}" for f in functions if getattr(f, "__module__", "") == "torch._numpy.random"]
+    return [f"numpy.random.{f.__name__}" for f in functions if f is not None and getattr(f, "__module__", "") == "torch._numpy.random"]
 
 
 def global_module_hooks() -> list[tuple[str, Callable[..., Any]]]:

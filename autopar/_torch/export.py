@@ -127,7 +127,7 @@ def _early_decompositions() -> dict[Any, Callable[..., Any]]:
     aten = torch.ops.aten
 
     def addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> torch.Tensor:
-        out = aten.mm(a, b)
+        out: torch.Tensor = aten.mm(a, b)
         out = out if alpha == 1 else out * alpha
         return out + (bias if beta == 1 else bias * beta)
 
@@ -135,7 +135,8 @@ def _early_decompositions() -> dict[Any, Callable[..., Any]]:
         x: torch.Tensor, size: Any, value: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
     ) -> torch.Tensor:
         """A constant does not depend on where the tensor lies that it takes its dtype from."""
-        return aten.full(size, value, dtype=dtype or x.dtype, device=device or x.device)
+        full: torch.Tensor = aten.full(size, value, dtype=dtype or x.dtype, device=device or x.device)
+        return full
 
     def new_constant(value: int) -> Callable[..., torch.Tensor]:
         return lambda x, size, **kw: new_full(x, size, value, **kw)

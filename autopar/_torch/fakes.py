@@ -59,4 +59,5 @@ def with_strides(v: torch.Tensor, strides: tuple[int, ...], mode: Any) -> torch.
 
 def storage_of(v: torch.Tensor) -> int:
     """What two tensors that share memory share, fake ones too."""
-    return v.untyped_storage()._cdata
+    address: int = v.untyped_storage()._cdata
+    return address

@@ -32,7 +32,7 @@ def keep_strides(names: tuple[str, ...]) -> None:
     from torch._inductor import lowering
 
     for name in names:
-        packet = functools.reduce(getattr, name.split("."), torch.ops)
+        packet: Any = functools.reduce(getattr, name.split("."), torch.ops)
         for overload in packet.overloads():
             lowering._maybe_layout_constraints.setdefault(getattr(packet, overload), lowering.constrain_to_fx_strides)
 
@@ -63,7 +63,8 @@ def scatters_before_readers() -> Iterator[None]:
     from torch._inductor.scheduler import SchedulerNode
     from torch.utils._ordered_set import OrderedSet
 
-    theirs = SchedulerNode.recompute_size_and_body
+    patched: Any = SchedulerNode
+    theirs = patched.recompute_size_and_body
 
     def ours(node: Any, *args: Any, **kwargs: Any) -> None:
         order: Any = OrderedSet(d for d in node.read_writes.reads if isinstance(d, (WeakDep, StarDep)))
@@ -71,13 +72,13 @@ def scatters_before_readers() -> Iterator[None]:
         node.set_read_writes(node.read_writes.with_read(order).rename(node.mutation_renames))
 
     config: Any = torch.compiler.config
-    SchedulerNode.recompute_size_and_body = ours  # type: ignore[method-assign]
+    patched.recompute_size_and_body = ours
     try:
         # Another key of the cache on disk, where what was compiled without this may lie, wrong.
         with config.patch(cache_key_tag=f"{config.cache_key_tag}scatters before readers"):
             yield
     finally:
-        SchedulerNode.recompute_size_and_body = theirs  # type: ignore[method-assign]
+        patched.recompute_size_and_body = theirs
 
 
 def compile_inner(gm: fx.GraphModule, mode: Any, is_backward: bool) -> tuple[Any, tuple[tuple[int, ...] | None, ...] | None]:

@@ -49,6 +49,13 @@ def line_of(n: fx.Node) -> str:
     return ": ".join([re.sub(r'^File "(.*)", line (\d+), in (.*)$', r"\1:\2 in \3", lines[at]), *lines[at + 1 : at + 2]])
 
 
+def results_of(graph: fx.Graph) -> tuple[Any, ...]:
+    """What a graph returns: nodes, and None or constants where it returns no tensor."""
+    results = graph.output_node().args[0]
+    assert isinstance(results, (list, tuple))
+    return tuple(results)
+
+
 def is_getitem(n: fx.Node) -> bool:
     return n.target is operator.getitem
 

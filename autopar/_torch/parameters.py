@@ -11,14 +11,14 @@ import torch.utils._pytree
 
 def hooks_of(t: torch.Tensor) -> tuple[Any, Any]:
     """The dicts of its hooks, as `set_hooks` takes them; None where it has none."""
-    return t._post_accumulate_grad_hooks, t._backward_hooks  # type: ignore[attr-defined]
+    return t._post_accumulate_grad_hooks, t._backward_hooks
 
 
 def set_hooks(t: torch.Tensor, hooks: tuple[Any, Any]) -> None:
     """`t` has these hooks. They stay the same dicts, so that the handle of a hook still removes it."""
     after, before = hooks
     if after:
-        t._post_accumulate_grad_hooks = after  # type: ignore[attr-defined]
+        t._post_accumulate_grad_hooks = after
     if before:
         t._backward_hooks = before
 

@@ -41,7 +41,7 @@ def restricted_reader(place: Any) -> Any:
     if isinstance(place, str):
         from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader as kind
 
-    class Reader(kind):  # type: ignore[misc]
+    class Reader(kind):  # type: ignore[misc] # of one of two classes, known at run time
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
             with self.fs.create_stream(self.fs.concat_path(self.path, ".metadata"), "rb") as f:
                 metadata = Unpickler(io.BytesIO(f.read())).load()

@@ -106,7 +106,10 @@ def region_of(n: fx.Node) -> tuple[int | None, str]:
     """The checkpointed region of a node of the joint graph, and what the region says of it: "must_recompute", ... What it would have offloaded
     it would not have made again."""
     region, answer = n.meta.get("ac_graph_id"), n.meta.get("recompute")
-    return region, "" if region is None else answer.name.lower().replace("cpu_offload", "save")
+    if region is None:
+        return None, ""
+    assert answer is not None
+    return region, answer.name.lower().replace("cpu_offload", "save")
 
 
 def leave_region(n: fx.Node) -> None:

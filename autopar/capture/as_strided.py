@@ -32,7 +32,8 @@ def _rewrite(graph: fx.Graph, n: fx.Node, mode: Any) -> None:
     assert isinstance(source, fx.Node)
     x = source.meta["val"]
     size, stride = n.args[at], n.args[at + 1]
-    given = n.args[at + 2] if len(n.args) > at + 2 else n.kwargs.get("storage_offset")
+    assert isinstance(size, (list, tuple)) and isinstance(stride, (list, tuple))
+    given: Any = n.args[at + 2] if len(n.args) > at + 2 else n.kwargs.get("storage_offset")
     offset = 0 if given is None else given - x.storage_offset()
     order = dense_order(x)
     reach = sum((k - 1) * s for k, s in zip(size, stride, strict=True)) + 1 if all(size) else 0

@@ -73,7 +73,8 @@ class Call:
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         leaves, spec = _torch.pytree.tree_flatten_with_path((args, dict(kwargs)))
-        tensors, constants, positions, paths = [], [], [], []
+        tensors, positions, paths = [], [], []
+        constants: list[Any] = []
         for i, (path, leaf) in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 tensors.append(leaf)
@@ -102,7 +103,12 @@ class _Flat(nn.Module):
     written: buffers that forward sets anew. What they are set to is written into them at the end."""
 
     def __init__(
-        self, model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None, loss_only: bool, written: WrittenBuffers = frozenset()
+        self,
+        model: nn.Module,
+        call: Call,
+        loss_fn: Callable[..., torch.Tensor] | None,
+        loss_only: bool,
+        written: WrittenBuffers = frozenset(),
     ) -> None:
         super().__init__()
         self.m = model
@@ -230,7 +236,7 @@ def capture(
     call: Call,
     shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...],
     *,
-    loss_fn: Callable[..., Any] | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
     loss_only: bool = True,
     grad: bool = True,
     cast: torch.dtype | None = None,
@@ -296,7 +302,7 @@ def capture(
     plain_windows(gm, mode)
     merge_equal(gm)
     settle_tags(gm)
-    results = gm.graph.output_node().args[0]
+    results = _torch.results_of(gm.graph)
     constants = {r.index: v for r, v in zip(roles_out, results, strict=True) if r.kind == "output" and not isinstance(v, fx.Node)}
     return Captured(gm, roles_in, roles_out, spec, is_loss, mode, shapes, constants, notes)
 

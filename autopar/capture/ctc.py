@@ -24,7 +24,7 @@ def _ctc(
         longest = max(target_lengths, default=0) if not isinstance(target_lengths, Tensor) else log_probs.shape[0] + 1
         targets = _padded(targets, sizes, longest)
     # What is longer than the time there is has no path, however much longer it is.
-    loss = ctc_loss(log_probs, targets, lengths, sizes.clamp(max=targets.shape[1]), blank, zero_infinity)[0]
+    loss: Tensor = ctc_loss(log_probs, targets, lengths, sizes.clamp(max=targets.shape[1]), blank, zero_infinity)[0]
     if zero_infinity:
         loss = torch.where(loss == float("inf"), 0.0, loss)
     if reduction == MEAN:

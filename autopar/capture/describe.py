@@ -80,9 +80,7 @@ def describe(captured: Captured) -> Graph:
             after_tangent.add(node)
         op = describe_node(node, tensors)
         ops.append(op if node not in after_tangent else replace(op, direction="backward"))
-        for t in op.outputs:
-            if t is not None:
-                tensors[t.name] = t
+        tensors |= {t.name: t for t in op.outputs if t is not None}
     return Graph(
         params,
         buffers,
@@ -165,7 +163,9 @@ def tags_of(node: fx.Node, outputs: int) -> tuple[str, ...]:
     tags = [node.meta.get("tag", "")] * outputs
     for user in node.users:
         if isinstance(node.meta["val"], (list, tuple)) and _torch.is_getitem(user):
-            tags[user.args[1]] = user.meta.get("tag", "")  # type: ignore[index]
+            index = user.args[1]
+            assert isinstance(index, int)
+            tags[index] = user.meta.get("tag", "")
     return tuple(tags) if any(tags) else ()
 
 

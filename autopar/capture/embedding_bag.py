@@ -79,9 +79,10 @@ def _any_bags(
     """The operator: (result, each position's bag, sizes of bags, and where a maximum comes from, which only its own backward reads)."""
     if mode == MAX or scale_grad_by_freq or not indices.shape[0]:
         padding = -1 if padding_idx is None else padding_idx
-        return torch.ops.aten._embedding_bag(
+        found: tuple[Tensor, ...] = torch.ops.aten._embedding_bag(
             weight, indices, offsets, scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset, padding
         )
+        return found
     starts = offsets[:-1] if include_last_offset else offsets
     position = torch.arange(indices.shape[0], dtype=offsets.dtype, device=offsets.device)
     bag = torch.searchsorted(starts, position, right=True) - 1

@@ -8,7 +8,8 @@ other ranks, and calls that torch refuses, whose error is then torch's. (Embeddi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,11 @@ from autopar.kernels.attention import attention
 
 @contextlib.contextmanager
 def captured_ops() -> Iterator[None]:
-    ours = {torch.ops.aten.scaled_dot_product_attention.default: _sdpa, **capture_bags.REPLACED, **capture_ctc.REPLACED}
+    ours: dict[Any, Callable[..., Any]] = {
+        torch.ops.aten.scaled_dot_product_attention.default: _sdpa,
+        **capture_bags.REPLACED,
+        **capture_ctc.REPLACED,
+    }
     with _torch.replaced_composites(ours), capture_bags.equal_bags():
         yield
 
@@ -33,9 +38,10 @@ def _sdpa(
     if attn_mask is not None and attn_mask.dtype == torch.bool:  # torch's formulas below would add it as zeros and ones
         attn_mask = torch.where(attn_mask, 0.0, float("-inf")).to(q.dtype)
     if dropout_p > 0.0 or not _is_ours(q, k, v, attn_mask, enable_gqa):
-        return torch.ops.aten._scaled_dot_product_attention_math(
+        by_formulas: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
             q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
+        return by_formulas
     flat = q.dim() == 3
     if flat:
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
@@ -49,7 +55,7 @@ def _sdpa(
             bias = bias.unsqueeze(0)
         if bias.shape[-1] != k.shape[2]:
             bias = bias.expand(*bias.shape[:-1], k.shape[2])
-    out = attention(q, k, v, bias, is_causal, q.shape[-1] ** -0.5 if scale is None else scale, None)[0]
+    out: Tensor = attention(q, k, v, bias, is_causal, q.shape[-1] ** -0.5 if scale is None else scale, None)[0]
     return out.squeeze(1) if flat else out
 
 

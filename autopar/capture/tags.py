@@ -33,7 +33,8 @@ def _marked(x: Tensor, tag: str) -> Tensor:
     if not torch.compiler.is_compiling():
         return x
     with torch.fx.traceback.annotate({MARK: tag}):
-        return torch.ops.aten.alias.default(x)  # type: ignore[no-any-return]
+        marked: Tensor = torch.ops.aten.alias.default(x)
+        return marked
 
 
 def join_tags(first: fx.Node, other: fx.Node) -> None:

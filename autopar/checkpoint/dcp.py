@@ -29,7 +29,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -54,8 +54,15 @@ EARLIER = "load an earlier checkpoint"
 T = TypeVar("T")
 
 
+class Resumed(TypedDict):
+    """What `save` was told besides the model: `step`, and `extra` as JSON gives it back."""
+
+    step: int | None
+    extra: object
+
+
 def save(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, *, step: int | None = None, extra: Any = None
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, *, step: int | None = None, extra: object = None
 ) -> None:
     """Writes parameters, buffers, optimizer state, random counters, `step` and `extra` (anything JSON can hold, e.g. a scheduler's
     state_dict) into the folder `path`, or a URL that fsspec knows. Collective: every rank calls it.
@@ -66,17 +73,19 @@ def save(
         _save(place_of(path), model, optimizer, step, extra)
 
 
-def _save(place: Place, model: nn.Module, optimizer: Optimizer | None, step: int | None, extra: Any) -> None:
+def _save(place: Place, model: nn.Module, optimizer: Optimizer | None, step: int | None, extra: object) -> None:
     tensors = _model_tensors(model)
     if optimizer is not None:
         tensors.update(_optimizer_tensors(model, optimizer))
 
+    rng_state = getattr(model, "rng_state", None)  # a compiled model's
+
     def describe() -> dict[str, Any]:
-        manifest = {
+        manifest: dict[str, Any] = {
             "format": FORMAT,
             "step": step,
             "extra": extra,
-            "rng": model.rng_state() if hasattr(model, "rng_state") else None,
+            "rng": None if rng_state is None else rng_state(),
             "optimizer": None if optimizer is None else type(optimizer).__name__,
             "groups": [] if optimizer is None else _groups(model, optimizer),
             "numbers": {} if optimizer is None else _optimizer_numbers(model, optimizer),
@@ -152,7 +161,7 @@ def _of_dcp(names: Iterable[str]) -> list[str]:
     return [n for n in names if n == INDEX or re.fullmatch(r"[\w.-]+\.distcp", n)]
 
 
-def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
+def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> Resumed:
     """Fills `model` (and `optimizer`) in place from the folder or URL `path`; returns {"step", "extra"}. Collective.
 
     Raises CheckpointError for a checkpoint of another model (with the names), an incomplete or a damaged one (with the tensors it damages).
@@ -161,7 +170,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
         return _load(place_of(path), model, optimizer)
 
 
-def _load(place: Place, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+def _load(place: Place, model: nn.Module, optimizer: Optimizer | None) -> Resumed:
     def check() -> tuple[dict[str, Any], Place]:
         manifest = _read_manifest(place)
         saved = manifest["tensors"]
@@ -180,8 +189,9 @@ def _load(place: Place, model: nn.Module, optimizer: Optimizer | None) -> dict[s
         dcp.load(tensors, checkpoint_id=data.id, storage_reader=_torch.restricted_reader(data.id), no_dist=not dist.is_initialized())
         if optimizer is not None:
             _load_groups(optimizer, manifest["groups"])
-        if manifest["rng"] and hasattr(model, "load_rng_state"):
-            model.load_rng_state(manifest["rng"])
+        load_rng_state = getattr(model, "load_rng_state", None)
+        if manifest["rng"] and load_rng_state is not None:
+            load_rng_state(manifest["rng"])
 
     _meet()
     manifest, data = together(check, place)
@@ -315,7 +325,7 @@ def _read_manifest(place: Place) -> dict[str, Any]:
         raise CheckpointError("the checkpoint is incomplete: its manifest, which is written last, is missing", where=file, fix=EARLIER)
     try:
         with place.open(MANIFEST) as f:
-            manifest = json.loads(f.read())
+            manifest: dict[str, Any] = json.loads(f.read())
         found = manifest["format"]
         if found in (FLAT, FORMAT):
             assert found == FLAT or DATA.fullmatch(manifest["data"])

@@ -8,6 +8,7 @@ tensors of some models when it loads them; that is not done here.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Iterator
@@ -101,13 +102,13 @@ def save_safetensors(model: nn.Module, folder: str | os.PathLike[str], max_shard
     with during("writing safetensors"):
         together(clear, out)
         for file, names in zip(file_names, files, strict=True):
-            whole = {}
+            whole: dict[str, torch.Tensor] = {}
             for n in names:
                 t = tensors[n].detach()
                 t = t.full_tensor() if isinstance(t, DTensor) else t
                 if writes:
                     whole[n] = t.cpu().contiguous()
-            together(lambda file=file, whole=whole: write(file, whole), out)
+            together(functools.partial(write, file, whole), out)
         together(settle, out)
 
 

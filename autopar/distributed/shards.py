@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.distributed.tensor import Placement as DPlacement
@@ -34,7 +34,7 @@ def cut(x: torch.Tensor, p: Placement, mesh: Mesh, coordinates: Mapping[str, int
 def join(shards: Mapping[int, torch.Tensor], p: Placement, mesh: Mesh) -> torch.Tensor:
     """The whole tensor from every rank's shard (rank -> local); Partial axes are reduced."""
     some = shards[0]
-    ops = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+    ops: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
     out = torch.empty(p.shape, dtype=some.dtype)
     done: dict[tuple[int, ...], torch.Tensor] = {}
     for rank in range(mesh.size):

@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
 from autopar.errors import AutoparError
 from autopar.hardware.parts import Amount, CollectiveCurve, Count, Device, Link, Model, Network, Nvme, Rows, Source, Uncertainty, shared
 
+R = TypeVar("R")  # what ran a measured step: `autopar.predict.Runtime`
+R_co = TypeVar("R_co", covariant=True)
 FOLDER = Path(__file__).parent / "clusters"
 MAX_FILE_BYTES = 1 << 20  # a description is a few kilobytes: anything larger is no description
 
@@ -82,7 +85,9 @@ class Cluster(Model):
     @staticmethod
     def detect() -> Cluster:
         """This machine: its device, as many as torch.distributed or its environment variables say there are processes."""
-        return import_module(_DETECTOR).detect()  # type: ignore[no-any-return]
+        found = import_module(_DETECTOR).detect()
+        assert isinstance(found, Cluster)
+        return found
 
     @staticmethod
     def of(x: Cluster | str | Path) -> Cluster:
@@ -101,12 +106,37 @@ class Cluster(Model):
         return _named(text)
 
     @staticmethod
-    def fit(runs: Any) -> Any:
+    def fit(runs: Sequence[MeasuredRun[R]]) -> FittedConstants[R]:
         """An `autopar.predict.fit.Fit`: global constants that measured runs are best predicted with; `.cluster(description)` has them in it.
 
         runs: `autopar.predict.fit.Run`s, each the pieces of a micro-batch, a layout, what ran it, and seconds. Raises AutoparError without any.
         """
-        return import_module(_FITTER).fit(runs)
+        found: FittedConstants[R] = import_module(_FITTER).fit(runs)
+        return found
+
+
+class MeasuredRun(Protocol[R_co]):
+    """What `Cluster.fit` asks of a run, as it looks from here (`autopar.predict.fit.Run`). runtime: what ran it."""
+
+    @property
+    def runtime(self) -> R_co: ...
+    @property
+    def cluster(self) -> Cluster: ...
+    @property
+    def global_batch(self) -> int: ...
+    @property
+    def step_s(self) -> float: ...
+
+
+class FittedConstants(Protocol[R]):
+    """What `Cluster.fit` gives (`autopar.predict.fit.Fit`): constants by name, and descriptions that have them."""
+
+    @property
+    def values(self) -> Mapping[str, float]: ...
+    @property
+    def relative_sd(self) -> Mapping[str, float]: ...
+    def cluster(self, cluster: Cluster, /) -> Cluster: ...
+    def runtime(self, runtime: R, cluster: Cluster, /) -> R: ...
 
 
 # By name: descriptions need no torch, only a look at the machine and prices of models do.

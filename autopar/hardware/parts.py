@@ -200,7 +200,9 @@ def shared(inter: Any, devices_per_node: Any) -> Any:
     if not isinstance(inter, dict) or "nics_per_node" not in inter or "bandwidth_Bps" in inter or "nics_per_device" in inter:
         return inter
     cards, rate = inter["nics_per_node"], inter.get("nic_bandwidth_Bps")
-    if type(devices_per_node) is not int or type(cards) is not int or type(rate) not in (int, float) or devices_per_node < 1 or cards < 1:
+    if type(devices_per_node) is not int or type(cards) is not int or devices_per_node < 1 or cards < 1:
+        return inter
+    if rate is None or type(rate) not in (int, float):
         return inter
     rest = {k: v for k, v in inter.items() if k not in ("nics_per_node", "nic_bandwidth_Bps")}
     return {**rest, "bandwidth_Bps": float(rate) * cards / devices_per_node, "nics_per_device": cards / devices_per_node}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError
+from autopar.plan.answers import Explanation, Frontier
 from autopar.plan.decisions import Decisions
 from autopar.plan.text import text
 
@@ -24,12 +25,12 @@ _ASKED = ("_why", "_trace")  # what `explain` and `frontier` ask
 class Plan(Decisions):
     """A decided step on a mesh."""
 
-    def explain(self, op: str, placement: str) -> Any:
+    def explain(self, op: str, placement: str) -> Explanation:
         """Why this plan does not have `op` at `placement`, or what that would cost (`autopar.explain`, which see): the step is solved again.
 
         Raises AutoparError for a plan that comes from a file: it does not know the program.
         """
-        why: Any = self.__dict__.get("_why")
+        why: Callable[[str, str], Explanation] | None = self.__dict__.get("_why")
         if why is None:
             raise AutoparError(
                 "this plan was read from a file, copied or made by hand: what else there was to choose is not in it",
@@ -37,12 +38,12 @@ class Plan(Decisions):
             )
         return why(op, placement)
 
-    def frontier(self, points: int = 20) -> Any:
+    def frontier(self, points: int = 20) -> Frontier[Plan]:
         """Plans of the same step from the fastest, whatever memory it needs, to the one of least memory (`autopar.planner.frontier.Frontier`).
 
         points: at most so many. Raises AutoparError for a plan that comes from a file: it does not know the program.
         """
-        trace: Any = self.__dict__.get("_trace")
+        trace: Callable[[int], Frontier[Plan]] | None = self.__dict__.get("_trace")
         if trace is None:
             raise AutoparError(
                 "this plan was read from a file, copied or made by hand: it does not know the program, so there is nothing to plan again",
@@ -50,7 +51,7 @@ class Plan(Decisions):
             )
         return trace(points)
 
-    def explained_by(self, why: Callable[[str, str], Any], trace: Callable[[int], Any] | None = None) -> Plan:
+    def explained_by(self, why: Callable[[str, str], Explanation], trace: Callable[[int], Frontier[Plan]] | None = None) -> Plan:
         """This plan, with what `explain` and `frontier` ask. It is no part of the plan: files do not have it, nor copies."""
         object.__setattr__(self, "_why", why)
         object.__setattr__(self, "_trace", trace)

@@ -125,9 +125,7 @@ class Budgets:
         """The fastest of the smallest peak that is found."""
         best: tuple[float, Decision, _Set, Segments] | None = None
         for i, (mesh, f, _) in enumerate(self.wholes):
-            strategies = low_memory_strategies(
-                f, partial(self.relaxed, i), lambda chosen, mesh=mesh: self.smallest_of(self.set_of(mesh, chosen))
-            )  # type: ignore[misc]
+            strategies = low_memory_strategies(f, partial(self.relaxed, i), partial(self.smallest_on, mesh))
             if strategies is None:
                 continue
             mine = self.set_of(mesh, strategies)
@@ -261,6 +259,9 @@ class Budgets:
         if mine.smallest is None:
             mine.smallest = smallest(mine.problem, self.stages.left) or (math.inf, None)
         return mine.smallest[0]
+
+    def smallest_on(self, mesh: Mesh, strategies: tuple[int, ...]) -> float:
+        return self.smallest_of(self.set_of(mesh, strategies))
 
     def formulated(self, mine: _Set, segments: Segments) -> tuple[Problem, Make]:
         """The program of a set with the layers cut, and what makes a `Found` of an answer to it."""

@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -36,7 +35,7 @@ from autopar.planner.offload import Offload
 from autopar.planner.planning import plan_graph, within
 from autopar.planner.precision import Precision
 from autopar.planner.refit import modules_of, served
-from autopar.planner.request import training_config
+from autopar.planner.request import limits_of, training_config
 from autopar.planner.stages import WHOLE_AXES, Found
 from autopar.solver.fold import Folded, fold
 from autopar.solver.solve import Limits
@@ -56,13 +55,13 @@ class Task:
 
 def plan(
     model: nn.Module,
-    inputs: Mapping[str, Any],
+    inputs: Mapping[str, torch.Tensor | Sequence[int]],
     cluster: str | Cluster,
     mesh: str | Mapping[str, int] | None = None,
     *,
-    loss_fn: Callable[..., Any] | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
     precision: Precision | str | torch.dtype | None = None,
-    optimizer: str | type = "adamw",
+    optimizer: str | type[torch.optim.Optimizer] = "adamw",
     grad_accumulation: int = 1,
     layout: str | Layout | None = None,
     memory: float | str | None = None,
@@ -85,7 +84,7 @@ def plan(
     """
     on_progress = _Stages(progress)
     t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, on_progress, in_subprocess)
-    limits = Limits(**(options or {}))  # type: ignore[arg-type]
+    limits = limits_of(options)
     least = Memory.of(memory).least
     planned = plan_graph(t.folded, t.mesh_axes, t.cluster, t.training, limits, on_progress, layout, least)
     made = _of_the_whole(planned.plan, t.folded, model)
@@ -100,14 +99,14 @@ def plan(
 
 def frontier(
     model: nn.Module,
-    inputs: Mapping[str, Any],
+    inputs: Mapping[str, torch.Tensor | Sequence[int]],
     cluster: str | Cluster,
     mesh: str | Mapping[str, int] | None = None,
     *,
     points: int = 20,
-    loss_fn: Callable[..., Any] | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
     precision: Precision | str | torch.dtype | None = None,
-    optimizer: str | type = "adamw",
+    optimizer: str | type[torch.optim.Optimizer] = "adamw",
     grad_accumulation: int = 1,
     layout: str | Layout | None = None,
     memory: float | str | None = None,
@@ -128,22 +127,22 @@ def frontier(
         )
     t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, on_progress, in_subprocess)
     most = math.inf if request.budget_bytes is None else request.budget_bytes
-    found = _frontier(t, points, Limits(**(options or {})), on_progress, layout, most)  # type: ignore[arg-type]
+    found = _frontier(t, points, limits_of(options), on_progress, layout, most)
     on_progress.rest()
     return found
 
 
 def explain(
     model: nn.Module,
-    inputs: Mapping[str, Any],
+    inputs: Mapping[str, torch.Tensor | Sequence[int]],
     cluster: str | Cluster,
     mesh: str | Mapping[str, int] | None = None,
     *,
     op: str,
     placement: str,
-    loss_fn: Callable[..., Any] | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
     precision: Precision | str | torch.dtype | None = None,
-    optimizer: str | type = "adamw",
+    optimizer: str | type[torch.optim.Optimizer] = "adamw",
     grad_accumulation: int = 1,
     layout: str | Layout | None = None,
     memory: float | str | None = None,
@@ -159,7 +158,7 @@ def explain(
     """
     on_progress = _Stages(progress)
     t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, on_progress, in_subprocess)
-    limits = Limits(**(options or {}))  # type: ignore[arg-type]
+    limits = limits_of(options)
     training = t.training
     if Memory.of(memory).least:
         training = within(training, plan_graph(t.folded, t.mesh_axes, t.cluster, training, limits, on_progress, layout, True).plan)
@@ -185,12 +184,12 @@ class _Stages:
 
 def task(
     model: nn.Module,
-    inputs: Mapping[str, Any],
+    inputs: Mapping[str, torch.Tensor | Sequence[int]],
     cluster: str | Cluster,
     mesh: str | Mapping[str, int] | None,
-    loss_fn: Callable[..., Any] | None,
+    loss_fn: Callable[..., torch.Tensor] | None,
     precision: Precision | str | torch.dtype | None,
-    optimizer: str | type,
+    optimizer: str | type[torch.optim.Optimizer],
     grad_accumulation: int,
     memory: float | str | None,
     offload: Offload | str | bool | None,

@@ -135,9 +135,9 @@ class _Propagator:
         for t, w in zip(op.inputs, want, strict=True):
             if t.name not in self.chain and w not in self.versions(t.name):
                 self.extra[t.name].append(w)
-        for t, p in zip(op.outputs, made, strict=True):
-            if t is not None and p is not None:
-                self.place[t.name] = p
+        for out, p in zip(op.outputs, made, strict=True):
+            if out is not None and p is not None:
+                self.place[out.name] = p
         self.choices[op.name] = OpChoice(dict(strategy), dict(partial), rule.kind, rule.is_fallback)
         if rule.is_heavy:
             idle = math.prod(a.size for a in self.mesh.axes if a.name not in strategy)
@@ -276,9 +276,9 @@ class _Propagator:
             t.nbytes for t, m in zip(op.outputs, made, strict=True) if t is not None and m is not None and isinstance(m.at(axis), str)
         )
         misplaced = 0.0
-        for t, m in zip(op.outputs, made, strict=True):
-            if t is not None and m is not None and t.name in self.grad_param and axis in self.layout.tensor:
-                target = self.compute.get(self.grad_param[t.name])
+        for out, m in zip(op.outputs, made, strict=True):
+            if out is not None and m is not None and out.name in self.grad_param and axis in self.layout.tensor:
+                target = self.compute.get(self.grad_param[out.name])
                 misplaced += float(target is not None and target.at(axis) != m.at(axis))
         order = 0.0 if choice is None else 1.0 if isinstance(choice, frozenset) else 2.0
         if isinstance(choice, frozenset):

@@ -59,16 +59,21 @@ class PlanRequest:
             what = f"plan= takes an autopar.Plan or the path of a plan file, not {type(plan).__name__}"
             raise AutoparError(what, fix="pass what autopar.plan returns, or the file that it was saved to")
         most = Memory.of(memory)
-        known = ("seconds", "gap", "nodes")
-        for key, value in (options or {}).items():
-            if key not in known or isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-                raise AutoparError(
-                    f"options has {key!r}: {value!r}",
-                    fix='use options={"seconds": 60, "gap": 0.01}: the time the solver may take, how far its answer may be from the best',
-                )
+        limits = limits_of(options)
         given = plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan))
-        limits = Limits(**(options or {}))  # type: ignore[arg-type]
         return PlanRequest(given, most.budget_bytes, None if cluster is None else Cluster.of(cluster), limits, offload, most.least)
+
+
+def limits_of(options: Mapping[str, float] | None) -> Limits:
+    """What people say to the solver, checked."""
+    given = dict(options or {})
+    for key, value in given.items():
+        if key not in ("seconds", "gap", "nodes") or isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+            raise AutoparError(
+                f"options has {key!r}: {value!r}",
+                fix='use options={"seconds": 60, "gap": 0.01}: the time the solver may take, how far its answer may be from the best',
+            )
+    return Limits(given.get("gap", Limits.gap), given.get("seconds", Limits.seconds), int(given.get("nodes", Limits.nodes)))
 
 
 def refuse_other_mesh(plan: Plan, axes: Mapping[str, int]) -> None:

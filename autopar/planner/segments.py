@@ -29,7 +29,7 @@ def shares(f: Formulated, problem: Problem, relaxed: Relaxed, copies: Mapping[st
             name = "" if home is None else names[home[0]]
             if name and 0 < (k := round(share * copies[name])) < copies[name]:
                 kept[name][k] += f.wires[value].nbytes * f.program.q.count(value)
-    return {name: sorted(found, key=lambda k, found=found: (-found[k], k)) for name, found in kept.items()}  # type: ignore[misc]
+    return {name: sorted(found, key=lambda k: (-found[k], k)) for name, found in kept.items()}
 
 
 def two(n: int, k: int, first: bool) -> tuple[int, ...]:

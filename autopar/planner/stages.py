@@ -309,7 +309,7 @@ class Stages:
 
     def guided(self, f: Formulator, problem: Problem, n_of: Mapping[str, int]) -> tuple[list[Segments], float]:
         """Cuts that the relaxation of an uncut program suggests, uncut first; and its seconds, which more cuts can hardly go below."""
-        uncut = {name: (n,) for name, n in n_of.items()}
+        uncut: Segments = {name: (n,) for name, n in n_of.items()}
         relaxed = Relaxation(problem).at(self.training.budget_bytes, self.left)
         if relaxed is None:
             return [uncut], 0.0
@@ -396,8 +396,9 @@ class Stages:
         if relaxed is None:  # nothing is better
             return replace(best, answer=replace(best.answer, bound_s=known))
         bound_s = max(bound_s, min(known, relaxed.tangent.at_s))
-        best = replace(best, answer=replace(best.answer, bound_s=bound_s))
-        if best.answer.gap <= self.limits.gap:
+        known_better = replace(best.answer, bound_s=bound_s)
+        best = replace(best, answer=known_better)
+        if known_better.gap <= self.limits.gap:
             return best
         worse = {which for which, more_s in relaxed.dearer_s.items() if relaxed.tangent.at_s + more_s > known * (1 + EXACT)}
         problem = replace(problem, forbidden=problem.forbidden | worse)
@@ -406,6 +407,7 @@ class Stages:
             try:
                 seen = solve_relaxed(problem.relaxed, problem, replace(self.left, gap=self.limits.gap * share), self.on_progress)
             except NoAnswer as e:
+                assert isinstance(best.answer, Solution)
                 return replace(best, answer=replace(best.answer, bound_s=max(bound_s, min(best.answer.objective_s, e.bound_s))))
             assert isinstance(best.answer, Solution)
             known = best.answer.objective_s
@@ -421,8 +423,9 @@ class Stages:
             else:
                 best = self.cut(self.mesh, f.all_strategies(seen.decision.strategies), bound_s, best, False) or best
             assert isinstance(best.answer, Solution)
-            best = replace(best, answer=replace(best.answer, variables=seen.variables, rows=seen.rows))
-            if best.answer.gap <= self.limits.gap or self.left.seconds < 2 * took:  # what is to be nearer takes longer
+            answer = replace(best.answer, variables=seen.variables, rows=seen.rows)
+            best = replace(best, answer=answer)
+            if answer.gap <= self.limits.gap or self.left.seconds < 2 * took:  # what is to be nearer takes longer
                 break
         return best
 

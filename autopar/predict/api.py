@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -30,15 +29,15 @@ from autopar.solver.solve import Limits
 
 def predict(
     model: nn.Module,
-    inputs: Mapping[str, Any],
+    inputs: Mapping[str, torch.Tensor | Sequence[int]],
     cluster: str | Cluster,
     layout: Layout,
     *,
     global_batch: int,
     runtime: str | Runtime = "autopar",
-    loss_fn: Callable[..., Any] | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
     precision: Precision | str | torch.dtype | None = "bfloat16",
-    optimizer: str | type = "adamw",
+    optimizer: str | type[torch.optim.Optimizer] = "adamw",
     progress: Callable[[str, float], None] | None = None,
 ) -> Prediction:
     """Prices a step of `model` under a hand layout; nothing is computed, the model may lie on the meta device.
@@ -64,7 +63,7 @@ def priced(
     global_batch: int,
     tokens: int,
     precision: Precision | str | torch.dtype | None,
-    optimizer: str | type,
+    optimizer: str | type[torch.optim.Optimizer],
 ) -> Prediction:
     """found: a micro-batch's pieces; tokens: of a sequence."""
     done = step(found, layout, runtime, cluster, global_batch, optimizer)
@@ -81,11 +80,11 @@ def priced(
 
 def micro_batch(
     model: nn.Module,
-    inputs: Mapping[str, Any],
+    inputs: Mapping[str, torch.Tensor | Sequence[int]],
     cluster: Cluster,
     layout: Layout,
     runtime: Runtime,
-    loss_fn: Callable[..., Any] | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
     precision: Precision | str | torch.dtype | None = "bfloat16",
     progress: Callable[[str, float], None] | None = None,
 ) -> tuple[Piece, ...]:
@@ -95,10 +94,10 @@ def micro_batch(
 
 def solved(
     model: nn.Module,
-    inputs: Mapping[str, Any],
+    inputs: Mapping[str, torch.Tensor | Sequence[int]],
     cluster: Cluster,
     layout: Layout,
-    loss_fn: Callable[..., Any] | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
     precision: Precision | str | torch.dtype | None = "bfloat16",
     progress: Callable[[str, float], None] | None = None,
 ) -> Found:
@@ -108,10 +107,10 @@ def solved(
 
 def captured(
     model: nn.Module,
-    inputs: Mapping[str, Any],
+    inputs: Mapping[str, torch.Tensor | Sequence[int]],
     sequences: int,
     cluster: Cluster,
-    loss_fn: Callable[..., Any] | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
     precision: Precision | str | torch.dtype | None = "bfloat16",
     progress: Callable[[str, float], None] | None = None,
     in_subprocess: bool = False,
@@ -137,7 +136,7 @@ def answered(t: Task, layout: Layout, progress: Callable[[str, float], None] | N
         return program.stages.run()
 
 
-def _resized(x: Any, batch: int) -> Any:
+def _resized(x: torch.Tensor | Sequence[int], batch: int) -> torch.Tensor | tuple[int, ...]:
     if isinstance(x, torch.Tensor):
         if not x.dim():
             return x
@@ -147,7 +146,7 @@ def _resized(x: Any, batch: int) -> Any:
     return (batch, *tuple(x)[1:])
 
 
-def tokens_of(inputs: Mapping[str, Any]) -> int:
+def tokens_of(inputs: Mapping[str, torch.Tensor | Sequence[int]]) -> int:
     """Of a sequence: the second dim of the first input that has one."""
     for x in inputs.values():
         shape = tuple(x.shape) if isinstance(x, torch.Tensor) else tuple(x)

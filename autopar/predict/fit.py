@@ -129,15 +129,14 @@ def applied(values: Mapping[str, float], cluster: Cluster, runtime: Runtime | No
     where = cluster.model_copy(update={"device": device, "intra": intra, "inter": inter})
     if runtime is None:
         return where, None
-    more: dict[str, float] = {
-        "slowdown": values.get(f"slowdown {runtime.name}", runtime.slowdown),
-        "network_share": values.get(f"network {runtime.name}", runtime.network_share),
-    }
-    if runtime.tensor_hidden:
-        more["tensor_hidden"] = values.get("tensor hidden", runtime.tensor_hidden)
-    if 0 < runtime.data_exposed < 1:
-        more["data_exposed"] = values.get("data exposed", runtime.data_exposed)
-    return where, replace(runtime, **more)  # type: ignore[arg-type]
+    tensor_hidden, data_exposed = runtime.tensor_hidden, runtime.data_exposed
+    return where, replace(
+        runtime,
+        slowdown=values.get(f"slowdown {runtime.name}", runtime.slowdown),
+        network_share=values.get(f"network {runtime.name}", runtime.network_share),
+        tensor_hidden=values.get("tensor hidden", tensor_hidden) if tensor_hidden else tensor_hidden,
+        data_exposed=values.get("data exposed", data_exposed) if 0 < data_exposed < 1 else data_exposed,
+    )
 
 
 def _moved(name: str, start: float, theta: float) -> float:

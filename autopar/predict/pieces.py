@@ -349,7 +349,11 @@ class _Reader:
         if a[0] >= 0:
             return True
         # From outside: only the first copy of a stack, or what comes after, reads it.
-        return b[0] < 0 or all(self.copy_of(r.name) == b for r, _ in self.readers[maker.outputs[0].name] if r.direction == "forward")  # type: ignore[union-attr]
+        if b[0] < 0:
+            return True
+        made = maker.outputs[0]
+        assert made is not None
+        return all(self.copy_of(r.name) == b for r, _ in self.readers[made.name] if r.direction == "forward")
 
     def parameters(self) -> None:
         for t in self.graph.params.values():

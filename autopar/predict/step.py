@@ -71,8 +71,8 @@ def step(
     stalls = [max(0.0, a - f.total_s) + max(0.0, a - b.total_s) for a, f, b in zip(offloaded, forward, backward, strict=True)]
     hop = _hop_s(pieces, layout, cost)
     beside = runtime.hops == "always" or (runtime.hops == "interleaved" and layout.virtual > 1)
-    lasts = [tuple(max(t.total_s, a) for t, a in zip(half, offloaded, strict=True)) for half in (forward, backward)]
-    times = Times(*lasts, (hop,) * layout.pp, exposed=not beside)
+    ahead, back = (tuple(max(t.total_s, a) for t, a in zip(half, offloaded, strict=True)) for half in (forward, backward))
+    times = Times(ahead, back, (hop,) * layout.pp, exposed=not beside)
     run = replay(schedule, times)
     ranks = [[stages[r + c * layout.pp] for c in range(layout.virtual)] for r in range(layout.pp)]
     waits = [
@@ -133,8 +133,8 @@ def stages_of(pieces: Sequence[Piece], schedule: Schedule, balanced: bool = Fals
     first = last = 0.0
     if balanced:
         layer = sum(map(_product_flops, order)) / len(order)
-        at = [i for i, p in enumerate(pieces) if p.layers]
-        first, last = (sum(map(_product_flops, of)) / layer for of in (pieces[: at[0]], pieces[at[-1] + 1 :]))
+        repeated = [i for i, p in enumerate(pieces) if p.layers]
+        first, last = (sum(map(_product_flops, of)) / layer for of in (pieces[: repeated[0]], pieces[repeated[-1] + 1 :]))
     counts = deal(len(order), schedule.ranks, schedule.chunks, first_s=first, last_s=last)
     stages: list[dict[Piece, int]] = [{} for _ in counts]
     at = 0

@@ -32,10 +32,14 @@ def rule(*targets: str) -> Callable[[RuleFn], RuleFn]:
     return register
 
 
+def _always(line: Line | str) -> RuleFn:
+    return lambda op: line
+
+
 def table(lines: dict[str, Line | str]) -> None:
     """Registers ops whose line is the same for all arguments."""
     for target, line in lines.items():
-        rule(target)(lambda op, line=line: line)  # type: ignore[misc]
+        rule(target)(_always(line))
 
 
 def targets() -> tuple[str, ...]:

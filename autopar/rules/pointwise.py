@@ -6,6 +6,8 @@ Partial(sum) may pass through and be reduced later, or never.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from autopar.graph.graph import Op, Tensor
 from autopar.rules import rule
 from autopar.rules.grammar import Line
@@ -60,15 +62,19 @@ _COPY = {
 }  # fmt: skip
 
 
+def _broadcast(linear: str, kind: str = "cheap") -> Callable[[Op], Line]:
+    return lambda op: broadcast(op, linear, kind)
+
+
 def _target(name: str) -> str:
     return f"aten.{name}" if "." in name else f"aten.{name}.default"
 
 
 rule(*map(_target, (_UNARY + _BINARY).split()))(broadcast)
 for _name, _sets in _LINEAR.items():
-    rule(_target(_name))(lambda op, sets=_sets: broadcast(op, sets))  # type: ignore[misc]
+    rule(_target(_name))(_broadcast(_sets))
 for _name, _sets in _COPY.items():
-    rule(_target(_name))(lambda op, sets=_sets: broadcast(op, sets, "view"))  # type: ignore[misc]
+    rule(_target(_name))(_broadcast(_sets, "view"))
 
 
 @rule("aten._to_copy.default", "prims.convert_element_type.default")

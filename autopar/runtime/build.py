@@ -12,7 +12,6 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -42,9 +41,9 @@ from autopar.planner.precision import Precision
 from autopar.planner.propagate import propagate
 from autopar.planner.request import PlanRequest, asked, decide, following, refuse_other_mesh, training_config
 from autopar.planner.storage import param_choice
+from autopar.runtime.compile_cache import CompileOnce
 from autopar.runtime.init import distribute, materialize
 from autopar.runtime.inputs import InputReader
-from autopar.runtime.lower import CompileOnce
 from autopar.runtime.pipeline import Seen, Settings, seen
 from autopar.runtime.step import Step
 from autopar.solver.fold import Folded
@@ -56,11 +55,11 @@ from autopar.tensors.memory_format import laid, order_of
 class Config:
     """The arguments of `autopar.compile`. layout: a hand layout; None: planned, as `request` says."""
 
-    loss_fn: Callable[..., Any] | None
+    loss_fn: Callable[..., torch.Tensor] | None
     inputs: str
     layout: str | Layout | None
     precision: Precision
-    optimizer: Any
+    optimizer: str | type[torch.optim.Optimizer]
     grad_accumulation: int
     backend: str
     outputs: str
@@ -168,7 +167,9 @@ class Builder:
             grad = p.grad
             p.grad = None
             with torch.no_grad():
-                there = p.detach().redistribute(self.device_mesh, want)
+                here = p.detach()
+                assert isinstance(here, DTensor)
+                there = here.redistribute(self.device_mesh, want)
                 local = laid(_torch.local_tensor(there), order_of(p))  # which a redistribution of DTensor's leaves contiguous
                 there = _torch.dtensor(local, self.device_mesh, want, tuple(p.shape), order_of(p))
                 moved = nn.Parameter(there, requires_grad=p.requires_grad)

@@ -69,7 +69,7 @@ def distribute(module: nn.Module, mesh: DeviceMesh, placements: Placements) -> N
 # ---- the model's initialisers ------------------------------------------------------------------------------------
 
 
-def _trunc_normal_(tensor, mean, std, a, b, generator):  # type: ignore[no-untyped-def]
+def _trunc_normal_(tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None) -> torch.Tensor:
     """Stands in for torch's, which rejects samples and so needs values: the inverse of the normal distribution's integral."""
     low, high = (math.erf((x - mean) / std / math.sqrt(2)) for x in (a, b))
     edge = 1 - 2.0**-24  # the last float32 whose inverse is finite
@@ -106,7 +106,16 @@ def _own_initialisers(module: nn.Module) -> Iterator[Callable[[], Any]]:
             if not needed:
                 yield f
             elif len(needed) == 1 and name.endswith("init_weights"):  # the idiom self.apply(self._init_weights)
-                yield lambda f=f: module.apply(f)
+                yield _applied(module, f)
+
+
+# Lambdas: the name of what initialises is part of what its random numbers come from.
+def _applied(module: nn.Module, f: Callable[[nn.Module], Any]) -> Callable[[], Any]:
+    return lambda: module.apply(f)
+
+
+def _reset_adapter(module: Any, adapter: str, config: Any) -> Callable[[], Any]:
+    return lambda: module.reset_lora_parameters(adapter, config.init_lora_weights)
 
 
 def _initialise(
@@ -124,16 +133,18 @@ def _initialise(
         _initialise_hf(path, module, module, run)
         adapters = getattr(module, "peft_config", {})
         for name, m in module.named_modules(prefix=path):
-            if hasattr(m, "reset_lora_parameters"):
+            lora: Any = m
+            if hasattr(lora, "reset_lora_parameters"):
                 for a, config in adapters.items():
-                    run(name, m, lambda m=m, a=a, config=config: m.reset_lora_parameters(a, config.init_lora_weights))
+                    run(name, m, _reset_adapter(lora, a, config))
 
 
 def _initialise_hf(path: str, module: nn.Module, model: Any, run: Callable[[str, nn.Module, Callable[[], Any]], None]) -> None:
     """transformers' initialize_weights, one module at a time: parts first, each by the innermost model's rule."""
     for name, child in module.named_children():
         _initialise_hf(f"{path}.{name}" if path else name, child, child if _is_hf(child) else model, run)
-    module._is_hf_initialized = False
+    marked: Any = module
+    marked._is_hf_initialized = False
     run(path, module, lambda: model._initialize_weights(module))
 
 
@@ -153,14 +164,14 @@ def materialize(module: nn.Module, mesh: DeviceMesh, placements: Placements, see
 
     The mesh's first rank's `seed` counts. Raises AutoparError for a parameter or buffer that nothing initialises.
     """
-    tying = [m for m in module.modules() if hasattr(type(m), "tie_weights") and _is_hf(m)]  # not what only wraps such a model
+    tying: list[Any] = [m for m in module.modules() if hasattr(type(m), "tie_weights") and _is_hf(m)]  # not what only wraps such a model
     for m in tying:
         _untie(m)
     seed = int(_of_first_rank(torch.tensor([seed % 2**63], device=device), mesh))
     every = owned_by(module)
     real = [o.tensor for o in every if not o.tensor.is_meta]
-    for t in real:
-        t.copy_(_of_first_rank(t.to(device), mesh))
+    for x in real:
+        x.copy_(_of_first_rank(x.to(device), mesh))
 
     def how(o: Owned) -> tuple[tuple[Placement, ...], Box]:
         shape = tuple(o.tensor.shape)

@@ -143,7 +143,8 @@ def _box(view: torch.Tensor, base: torch.Tensor) -> Box | None:
         return None
     if view.shape == base.shape and view.stride() == base.stride() and not view.storage_offset():
         return tuple((0, n, 1) for n in base.shape)
-    starts, rest = [], view.storage_offset()
+    starts: list[int] = []
+    rest = int(view.storage_offset())
     for s in base.stride():
         first, rest = divmod(rest, s)
         starts.append(first)
@@ -317,7 +318,8 @@ class Recorder(_torch.TorchDispatchMode):
             for k, v in zip(r.outs, _tensors(out), strict=True):
                 values[id(k)] = v
                 roots.setdefault(_torch.storage_of(k), v)
-        return value(target.owned.tensor)
+        whole: torch.Tensor = value(target.owned.tensor)
+        return whole
 
 
 def _apply(r: Record, x: torch.Tensor, index: torch.Tensor, target: Target, at: slice) -> torch.Tensor:
@@ -328,7 +330,8 @@ def _apply(r: Record, x: torch.Tensor, index: torch.Tensor, target: Target, at: 
         return x.copy_(r.args[-1].shard.view(-1)[at])
     everywhere = all(n == size for (_, n, _), size in zip(box, base.shape, strict=True))
     operands = [t for t in _tensors(r.args[1:], r.kwargs) if t.dim()]
-    selected, where = slice(None), []
+    selected: slice | torch.Tensor = slice(None)
+    where: list[torch.Tensor] = []
     if not everywhere or operands:
         # Coordinates in the box; steps and bounds decide which elements belong to it.
         inside = torch.ones_like(index, dtype=torch.bool)

@@ -53,7 +53,9 @@ class InputReader:
         """This rank's part of input `t`, which the plan places at `p`, in the format of the whole."""
         order = order_of(t)
         if isinstance(t, DTensor):
-            t = t.detach().redistribute(self.groups.device_mesh, dtensor_placements(p, self.groups.mesh)).to_local()
+            whole = t.detach()
+            assert isinstance(whole, DTensor)
+            t = whole.redistribute(self.groups.device_mesh, dtensor_placements(p, self.groups.mesh)).to_local()
         elif self.mode == "global":
             t = cut(t.detach(), p, self.groups.mesh, self.groups.coordinates)
         elif (came := self.arrival(t, p)) != p:

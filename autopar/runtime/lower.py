@@ -35,7 +35,7 @@ class Lowered:
 
     fn: FlatFn
     strides: Strides | None = None
-    stats: dict[str, Any] = field(default_factory=dict)
+    stats: dict[str, float] = field(default_factory=dict)
 
 
 def lower(
@@ -51,9 +51,9 @@ def lower(
     if backend == "aot_eager":
         return Lowered(_eager(gm))
     places = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    for n, strides in zip(places, saved_strides or (), strict=False):
-        if strides is not None:
-            n.meta["val"] = _torch.with_strides(n.meta["val"], strides, fake_mode)
+    for n, saved in zip(places, saved_strides or (), strict=False):
+        if saved is not None:
+            n.meta["val"] = _torch.with_strides(n.meta["val"], saved, fake_mode)
     _torch.keep_strides(KERNELS)
     start = time.perf_counter()
     outlined = outline(gm, fake_mode)

@@ -13,7 +13,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar, overload
 
 import torch
 from torch import nn
@@ -33,10 +33,20 @@ from autopar.runtime.gradients import GradSync
 from autopar.runtime.optimizers import watch
 from autopar.runtime.outputs import LossOutput
 from autopar.runtime.python_state import Content, PythonState, constants_hold, said
-from autopar.runtime.step import Step
+from autopar.runtime.step import Step, StepStats
 from autopar.tensors.memory_format import order_of
 
+StateDict = TypeVar("StateDict", bound=dict[str, torch.Tensor])
 OFTEN = 8  # captures of one kind of call, from which on it is worth a warning
+
+
+class LoadedKeys(Protocol):
+    """What torch says of a state_dict that was loaded."""
+
+    @property
+    def missing_keys(self) -> list[str]: ...
+    @property
+    def unexpected_keys(self) -> list[str]: ...
 
 
 class ParallelModule(nn.Module):
@@ -70,7 +80,7 @@ class ParallelModule(nn.Module):
 
     # ---- the call --------------------------------------------------------------------------------------------
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         kwargs = off_cache(self.__dict__["_wrapped"], kwargs)
         call = Call.of(args, kwargs)
         grad = self._needs_grad(call)
@@ -175,14 +185,14 @@ class ParallelModule(nn.Module):
         self._calls += 1
         return counters
 
-    def _pack(self, step: Step, outputs: tuple[torch.Tensor | None, ...]) -> Any:
+    def _pack(self, step: Step, outputs: tuple[torch.Tensor | None, ...]) -> object:
         leaves = [step.captured.constants.get(i, o) for i, o in enumerate(outputs)]
         result = _torch.pytree.tree_unflatten(leaves, step.captured.out_spec)
         if step.captured.loss_only:
             return result[LOSS] if self._config.loss_fn is not None else LossOutput(result[LOSS])
         return result
 
-    def prepare(self, *args: Any, **kwargs: Any) -> Step:
+    def prepare(self, *args: object, **kwargs: object) -> Step:
         """Captures and compiles the step for a call with these arguments, without running it."""
         call = Call.of(args, off_cache(self.__dict__["_wrapped"], kwargs))
         return self._step_for(call, self._needs_grad(call))
@@ -229,7 +239,7 @@ class ParallelModule(nn.Module):
         self._seed, self._calls = int(torch.initial_seed()), int(state["step"])
 
     @property
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, StepStats]:
         """Counts of what compilation did: distinct layers lowered, cache hits, copies made for kernels that demand another layout."""
         return {str(i): s.stats for i, s in enumerate(self._steps.values())}
 
@@ -238,7 +248,13 @@ class ParallelModule(nn.Module):
         self.__dict__["_wrapped"].training = mode
         return self
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    @overload
+    def state_dict(self, *, destination: StateDict, prefix: str = ..., keep_vars: bool = ...) -> StateDict: ...
+
+    @overload
+    def state_dict(self, *, prefix: str = ..., keep_vars: bool = ...) -> dict[str, torch.Tensor]: ...
+
+    def state_dict(self, *args: object, **kwargs: object) -> object:
         return self.__dict__["_wrapped"].state_dict(*args, **kwargs)
 
     def save_pretrained(self, folder: str | os.PathLike[str], max_shard_size: int = 5 * 1000**3) -> None:
@@ -250,8 +266,9 @@ class ParallelModule(nn.Module):
         if config is not None and self._builder.groups.rank == 0:
             config.save_pretrained(folder)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["_wrapped"].load_state_dict(state_dict, *args, **kwargs)
+    def load_state_dict(self, state_dict: Mapping[str, object], *args: object, **kwargs: object) -> LoadedKeys:
+        loaded: LoadedKeys = self.__dict__["_wrapped"].load_state_dict(state_dict, *args, **kwargs)
+        return loaded
 
     def __setattr__(self, name: str, value: Any) -> None:
         """What is not this module's own is the model's: its forward reads it there."""
@@ -413,8 +430,8 @@ class _Apply(torch.autograd.Function):
                     local = params.get(Role("input_grad", "", i))
                     out.append(None if local is None else module._reader.returned(t, local, step.plan.inputs[i]))
         if torch.is_grad_enabled():  # create_graph=True
-            grads = [g.detach().requires_grad_() for g in out if g is not None]
-            made = iter(_Once.apply(*grads) if grads else ())
+            found = [g.detach().requires_grad_() for g in out if g is not None]
+            made = iter(_Once.apply(*found) if found else ())
             out = [None if g is None else next(made) for g in out]
         return None, None, *out
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -68,7 +67,7 @@ def seen(
     call: Call,
     shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...],
     *,
-    loss_fn: Callable[..., Any] | None,
+    loss_fn: Callable[..., torch.Tensor] | None,
     loss_only: bool,
     grad: bool,
     cast: torch.dtype | None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -26,6 +26,13 @@ from autopar.runtime.lower import Lowered, lower
 from autopar.runtime.pipeline import Settings, rewritten
 from autopar.tensors.memory_format import with_strides
 from autopar.text.log import timed
+
+
+class StepStats(TypedDict):
+    """Counts of what compilation did. backward: by what it does with gradients, (whether they are reduced, whether earlier calls' are added)."""
+
+    forward: dict[str, float]
+    backward: dict[tuple[bool, bool], dict[str, float]]
 
 
 class Step:
@@ -64,10 +71,13 @@ class Step:
         """Shape and dtype of the tangent of output `index`."""
         assert self.base.backward is not None
         places = [n for n in self.base.backward.graph.nodes if n.op == "placeholder"][len(self.base.saved) :]
-        return next(n.meta["val"] for r, n in zip(self.base.backward_inputs, places, strict=True) if r == Role("tangent", "", index))
+        like: torch.Tensor = next(
+            n.meta["val"] for r, n in zip(self.base.backward_inputs, places, strict=True) if r == Role("tangent", "", index)
+        )
+        return like
 
     @property
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> StepStats:
         """By half, and for backward by variant."""
         copied = [0 if gm is None else copies(gm) for gm in (self.base.forward, self.base.backward)]
         return {

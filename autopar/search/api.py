@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -30,17 +29,17 @@ from autopar.text.sizes import format_bytes
 
 def search(
     model: nn.Module,
-    inputs: Mapping[str, Any],
+    inputs: Mapping[str, torch.Tensor | Sequence[int]],
     cluster: str | Cluster,
     *,
     global_batch: int,
     top_k: int = 5,
     runtime: str | Runtime = "autopar",
     memory: float | str | None = None,
-    loss_fn: Callable[..., Any] | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
     precision: Precision | str | torch.dtype | None = "bfloat16",
-    optimizer: str | type = "adamw",
-    options: Space | Mapping[str, Any] | None = None,
+    optimizer: str | type[torch.optim.Optimizer] = "adamw",
+    options: Space | Mapping[str, object] | None = None,
     progress: Callable[[Progress], None] | None = None,
     cache: str | Path | None = None,
     in_subprocess: bool = False,

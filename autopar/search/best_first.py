@@ -101,11 +101,15 @@ class BestFirst:
         """And beside it, where there is a core for it, what will be asked for next."""
         share = share_of(shape)
         waiting = (
-            (n for n in heapq.nsmallest(AHEAD, heap) if isinstance(n[2], Family) and n[0] <= self.limit_s)
+            (
+                share_of(node.shape)
+                for least_s, _, node, _ in heapq.nsmallest(AHEAD, heap)
+                if isinstance(node, Family) and least_s <= self.limit_s
+            )
             if self.micros.in_subprocess
             else ()
         )
-        then = next((s for n in waiting if (s := share_of(n[2].shape)) != share and s not in self.micros.solved), None)  # type: ignore[union-attr]
+        then = next((s for s in waiting if s != share and s not in self.micros.solved), None)
         shares = [share] if then is None else [share, then]
         self.report("solving " + " and ".join(f"micro-batch {b} on tp {tp} x cp {cp}" for b, tp, cp, _ in shares))
         self.micros.solve(shares)

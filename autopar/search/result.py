@@ -84,16 +84,8 @@ def table(found: Sequence[Ranked]) -> Table:
     from rich.table import Table
 
     t = Table(title=_title(found), title_justify="left")
-    for name, justify in (
-        ("", "right"),
-        ("layout", "left"),
-        ("step", "right"),
-        ("tokens/s", "right"),
-        ("MFU", "right"),
-        ("memory", "right"),
-        ("differs", "left"),
-    ):
-        t.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for name in ("", "layout", "step", "tokens/s", "MFU", "memory", "differs"):
+        t.add_column(name, justify="left" if name in ("layout", "differs") else "right", overflow="fold")
     for i, r in enumerate(found, 1):
         p = r.prediction
         idle = f", {r.idle} devices idle" if r.idle else ""

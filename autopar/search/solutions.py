@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -31,10 +30,10 @@ Share = tuple[int, int, int, bool | None]  # micro-batch, tp, cp, sequence paral
 @dataclass
 class MicroBatches:
     model: nn.Module
-    inputs: Mapping[str, Any]
+    inputs: Mapping[str, torch.Tensor | Sequence[int]]
     cluster: Cluster
     runtime: Runtime
-    loss_fn: Callable[..., Any] | None
+    loss_fn: Callable[..., torch.Tensor] | None
     precision: Precision | str | torch.dtype | None
     cache: Cache
     in_subprocess: bool = False

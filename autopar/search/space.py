@@ -55,10 +55,10 @@ class Space:
                 )
 
     @staticmethod
-    def of(x: Space | Mapping[str, Any] | None) -> Space:
+    def of(x: Space | Mapping[str, object] | None) -> Space:
         if isinstance(x, Space):
             return x
-        given = dict(x or {})
+        given: dict[str, Any] = dict(x or {})
         odd = given.keys() - {f.name for f in fields(Space)}
         if odd:
             raise LayoutError(

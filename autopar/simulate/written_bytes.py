@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import fx
 
+from autopar import _torch
 from autopar.cost import Cost
 from autopar.graph.calls import is_collective, part_bytes, shares_storage
 from autopar.graph.graph import Graph, Op
@@ -47,7 +48,7 @@ def stored(graph: Graph, cost: Cost, backward: fx.GraphModule | None = None) -> 
 
 def with_saved(parts: Parts, sizes: Callable[[fx.Node], list[int]], nothing: Collection[fx.Node] = ()) -> Callable[[fx.Node], list[int]]:
     """`sizes`, and all of what is saved for backward, which is written also where fusion alone would not have written it. nothing: calls whose results are in no memory."""
-    results = parts.forward.graph.output_node().args[0]
+    results = _torch.results_of(parts.forward.graph)
     whole: dict[fx.Node, set[int]] = {}
     for n in results[len(results) - len(parts.saved) :] if parts.saved else ():
         while (base := shares_storage(n)) is not None:

@@ -57,7 +57,8 @@ def strides_of(shape: Sequence[int], order: Order) -> tuple[int, ...]:
 
 def dense_order(t: torch.Tensor) -> Order | None:
     """Its dims from the widest stride to the narrowest, if it lies in them without gaps."""
-    order = tuple(sorted(range(t.dim()), key=lambda d: (-t.stride(d), d)))
+    strides = t.stride()
+    order = tuple(sorted(range(t.dim()), key=lambda d: (-strides[d], d)))
     return order if lies_in(t, order) else None
 
 

@@ -60,8 +60,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) != len(pairs):
         seen: set[str] = set()
-        twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
-        raise JsonError(f"the key {short(twice)!r} is given twice in one object")
+        for k, _ in pairs:
+            if k in seen:
+                raise JsonError(f"the key {short(k)!r} is given twice in one object")
+            seen.add(k)
     return out
 
 

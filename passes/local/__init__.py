@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -46,7 +46,14 @@ def _load() -> None:
 
 def operator(target: str) -> Callable[..., Any]:
     """The torch operator named `target`, for a lowering that runs it on other arguments."""
-    return functools.reduce(getattr, target.split("."), torch.ops)  # type: ignore[return-value]
+    found: Callable[..., Any] = functools.reduce(getattr, target.split("."), cast(Any, torch.ops))
+    return found
+
+
+def one_tensor(result: Any) -> torch.Tensor:
+    """The tensor that an operator returned; torch does not say which of its operators return one."""
+    assert isinstance(result, torch.Tensor)
+    return result
 
 
 def apply(ctx: Local, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -75,4 +75,5 @@ class Local:
         axes = tuple(a for a in axes if self.mesh.axis_size(a) > 1)
         if not axes:
             return x
-        return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), op, self.group(axes)))
+        reduced: torch.Tensor = collectives.wait_tensor(collectives.all_reduce(x.contiguous(), op, self.group(axes)))
+        return reduced

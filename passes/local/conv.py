@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar.passes.local import local, operator
+from autopar.passes.local import local, one_tensor, operator
 from autopar.passes.local.context import Local
 from autopar.passes.local.reduction import once
 from autopar.rules.conv import RESAMPLINGS
@@ -24,7 +24,7 @@ def _convolution(
 ) -> torch.Tensor:  # fmt: skip
     if bias is not None:
         bias = once(ctx, bias, ("i",))
-    return operator(ctx.op.target)(x, w, bias, stride, padding, dilation, transposed, output_padding, _groups(ctx, groups))  # type: ignore[no-any-return]
+    return one_tensor(operator(ctx.op.target)(x, w, bias, stride, padding, dilation, transposed, output_padding, _groups(ctx, groups)))
 
 
 @local("aten.convolution_backward.default")
@@ -38,4 +38,4 @@ def _convolution_backward(
 
 @local(*(f"aten.{name}_backward.default" for name in RESAMPLINGS))
 def _resample_backward(ctx: Local, grad: torch.Tensor, size: list[int], input_size: list[int], *rest: Any) -> torch.Tensor:
-    return operator(ctx.op.target)(grad, size, list(ctx.local_shape()), *rest)  # type: ignore[no-any-return]
+    return one_tensor(operator(ctx.op.target)(grad, size, list(ctx.local_shape()), *rest))

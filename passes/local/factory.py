@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 
-from autopar.passes.local import local, operator
+from autopar.passes.local import local, one_tensor, operator
 from autopar.passes.local.context import Local
 from autopar.rules.factory import MADE_WHOLE
 
 
 def _dtype(ctx: Local) -> torch.dtype:
-    return getattr(torch, ctx.op.out.dtype)
+    dtype = getattr(torch, ctx.op.out.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def _is_split(ctx: Local) -> bool:
@@ -31,7 +33,7 @@ def _indices(ctx: Local, dim: int, kwargs: dict[str, Any]) -> torch.Tensor:
 @local("aten.arange.default", "aten.arange.start", "aten.arange.start_step")
 def _arange(ctx: Local, *args: Any, **kwargs: Any) -> torch.Tensor:
     if not _is_split(ctx):
-        return operator(ctx.op.target)(*args, **kwargs)
+        return one_tensor(operator(ctx.op.target)(*args, **kwargs))
     start = 0 if ctx.op.target.endswith("default") else args[0]
     step = ctx.op.arg(2, "step", 1) if ctx.op.target.endswith("step") else 1
     integers = isinstance(start, int) and isinstance(step, int)
@@ -44,7 +46,7 @@ def _arange(ctx: Local, *args: Any, **kwargs: Any) -> torch.Tensor:
 def _linspace(ctx: Local, start: float, end: float, steps: int, **kwargs: Any) -> torch.Tensor:
     """The upper half counts back from the end, as torch does: rounding is then the same."""
     if not _is_split(ctx):
-        return operator(ctx.op.target)(start, end, steps, **kwargs)
+        return one_tensor(operator(ctx.op.target)(start, end, steps, **kwargs))
     index = _indices(ctx, 0, kwargs).to(torch.float64)
     step = (end - start) / (steps - 1)
     values = torch.where(index < steps // 2, start + step * index, end - step * (steps - 1 - index))
@@ -54,13 +56,13 @@ def _linspace(ctx: Local, start: float, end: float, steps: int, **kwargs: Any) -
 @local("aten.eye.default", "aten.eye.m")
 def _eye(ctx: Local, *args: Any, **kwargs: Any) -> torch.Tensor:
     if not _is_split(ctx):
-        return operator(ctx.op.target)(*args, **kwargs)
+        return one_tensor(operator(ctx.op.target)(*args, **kwargs))
     return (_indices(ctx, 0, kwargs).unsqueeze(1) == _indices(ctx, 1, kwargs)).to(_dtype(ctx))
 
 
 @local(*MADE_WHOLE)
 def _cut(ctx: Local, *args: Any, **kwargs: Any) -> torch.Tensor:
-    whole = operator(ctx.op.target)(*args, **kwargs)
+    whole = one_tensor(operator(ctx.op.target)(*args, **kwargs))
     return whole.index_select(-1, _indices(ctx, whole.dim() - 1, kwargs)) if _is_split(ctx) else whole
 
 
@@ -70,7 +72,7 @@ def _triangle(ctx: Local, x: torch.Tensor, diagonal: int = 0) -> torch.Tensor:
     assert p is not None
     n = x.dim()
     if not any(s.dim >= n - 2 for s in p.splits):
-        return operator(ctx.op.target)(x, diagonal)
+        return one_tensor(operator(ctx.op.target)(x, diagonal))
     offset = (ctx.index(p, n - 1) - ctx.index(p, n - 2).unsqueeze(1)).to(x.device)
     dropped = offset > diagonal if ctx.op.target == "aten.tril.default" else offset < diagonal
     return x.masked_fill(dropped, 0)
@@ -85,4 +87,4 @@ def _empty_strided(ctx: Local, *args: Any, **kwargs: Any) -> torch.Tensor:
     for dim in sorted(range(len(size)), key=lambda i: (asked[i], -i)):
         strides[dim] = step
         step *= size[dim]
-    return operator(ctx.op.target)(*args[:at], list(size), strides, **kwargs)
+    return one_tensor(operator(ctx.op.target)(*args[:at], list(size), strides, **kwargs))

@@ -7,13 +7,13 @@ at the end, which is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from autopar.graph.placement import Placement
-from autopar.passes.local import local, operator
+from autopar.passes.local import local, one_tensor, operator
 from autopar.passes.local.context import Local
 from autopar.passes.local.reduction import once
 from autopar.rules.index import layout
@@ -48,24 +48,24 @@ def _out(ctx: Local) -> Placement:
 def _embedding(ctx: Local, weight: torch.Tensor, indices: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     at, elsewhere = locate(ctx, ctx.inputs[0], 0, indices)
     if elsewhere is None:
-        return torch.ops.aten.embedding(weight, indices, *args, **kwargs)
-    return torch.ops.aten.embedding(weight, at).masked_fill(elsewhere.unsqueeze(-1), 0)
+        return one_tensor(torch.ops.aten.embedding(weight, indices, *args, **kwargs))
+    return one_tensor(torch.ops.aten.embedding(weight, at)).masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
 @local("aten.embedding_dense_backward.default")
 def _embedding_backward(ctx: Local, grad: torch.Tensor, indices: torch.Tensor, rows: int, padding_idx: int, scale: bool) -> torch.Tensor:
     at, elsewhere = locate(ctx, _out(ctx), 0, indices)
     if elsewhere is None:
-        return torch.ops.aten.embedding_dense_backward(grad, indices, rows, padding_idx, scale)
+        return one_tensor(torch.ops.aten.embedding_dense_backward(grad, indices, rows, padding_idx, scale))
     dropped = elsewhere | (indices == padding_idx)
     grad = grad.masked_fill(dropped.unsqueeze(-1), 0)
-    return torch.ops.aten.embedding_dense_backward(grad, at, ctx.local_shape()[0], -1, scale)
+    return one_tensor(torch.ops.aten.embedding_dense_backward(grad, at, ctx.local_shape()[0], -1, scale))
 
 
 @local("aten.gather.default")
 def _gather(ctx: Local, x: torch.Tensor, dim: int, index: torch.Tensor, **_: Any) -> torch.Tensor:
     at, elsewhere = locate(ctx, ctx.inputs[0], dim % x.dim() if x.dim() else 0, index)
-    out = torch.ops.aten.gather(x, dim, at)
+    out = one_tensor(torch.ops.aten.gather(x, dim, at))
     return out if elsewhere is None else out.masked_fill(elsewhere, 0)
 
 
@@ -75,7 +75,7 @@ def _with_spare_row(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 @local("aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default")
 def _scatter(ctx: Local, x: torch.Tensor, dim: int, index: torch.Tensor, src: Any) -> torch.Tensor:
-    fn = operator(ctx.op.target)
+    fn: Callable[..., torch.Tensor] = operator(ctx.op.target)
     if not x.dim():
         return fn(x, dim, index, src)
     at, elsewhere = locate(ctx, ctx.inputs[0], dim % x.dim(), index)
@@ -103,7 +103,7 @@ def _summed(ctx: Local, operand: int) -> list[str]:
 @local("aten.index_select.default")
 def _index_select(ctx: Local, x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
     at, elsewhere = locate(ctx, ctx.inputs[0], dim % x.dim() if x.dim() else 0, index)
-    out = torch.ops.aten.index_select(x, dim, at)
+    out = one_tensor(torch.ops.aten.index_select(x, dim, at))
     return out if elsewhere is None else out.masked_fill(_down(elsewhere.reshape(-1), x.dim(), dim), 0)
 
 
@@ -119,7 +119,7 @@ def _index_add(ctx: Local, x: torch.Tensor, dim: int, index: torch.Tensor, src: 
         x = once(ctx, x, _summed(ctx, 2))
         if elsewhere is not None:
             src = src.masked_fill(_down(elsewhere.reshape(-1), x.dim(), dim), 0)
-    return torch.ops.aten.index_add(x, dim, index, src, **kwargs)
+    return one_tensor(torch.ops.aten.index_add(x, dim, index, src, **kwargs))
 
 
 def _locate_all(
@@ -151,7 +151,7 @@ def _of_result(ctx: Local, mask: torch.Tensor) -> torch.Tensor:
 @local("aten.index.Tensor", "aten._unsafe_index.Tensor")
 def _index(ctx: Local, x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
     at, elsewhere, _ = _locate_all(ctx, ctx.inputs[0], indices)
-    out = operator(ctx.op.target)(x, at)
+    out = one_tensor(operator(ctx.op.target)(x, at))
     return out if elsewhere is None else out.masked_fill(_of_result(ctx, elsewhere), 0)
 
 
@@ -159,7 +159,7 @@ def _index(ctx: Local, x: torch.Tensor, indices: Sequence[torch.Tensor | None]) 
 def _index_put(
     ctx: Local, x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool = False
 ) -> torch.Tensor:
-    fn = operator(ctx.op.target)
+    fn: Callable[..., torch.Tensor] = operator(ctx.op.target)
     if any(t is not None and t.dtype == torch.bool for t in indices):
         return fn(x, indices, values, accumulate)
     at, elsewhere, split = _locate_all(ctx, ctx.inputs[0], indices)

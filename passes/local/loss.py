@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar.passes.local import local, operator
+from autopar.passes.local import local, one_tensor, operator
 from autopar.passes.local.context import Local
 from autopar.passes.local.index import locate
 
@@ -31,7 +31,8 @@ def _nll(
     ctx: Local, x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignore_index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if not ctx.strategy:
-        return operator(ctx.op.target)(x, target, weight, reduction, ignore_index)
+        loss, total_weight = operator(ctx.op.target)(x, target, weight, reduction, ignore_index)
+        return loss, total_weight
     dim, cls, w = _picked(ctx, 0, x, target, weight, ignore_index)
     losses = -x.gather(dim, cls.unsqueeze(dim)).squeeze(dim) * w
     losses = torch.where(w == 0, 0.0, losses)  # -inf at an ignored or foreign class must not become nan
@@ -56,7 +57,7 @@ def _nll_backward(
     count: torch.Tensor,
 ) -> torch.Tensor:
     if not ctx.is_split("c"):
-        return operator(ctx.op.target)(grad, x, target, weight, reduction, ignore_index, count)
+        return one_tensor(operator(ctx.op.target)(grad, x, target, weight, reduction, ignore_index, count))
     dim, cls, w = _picked(ctx, 1, x, target, weight, ignore_index)
     g = -grad * w
     if reduction == MEAN:
@@ -74,7 +75,7 @@ def _shares(ctx: Local) -> int:
     "aten.binary_cross_entropy.default", "aten.binary_cross_entropy_with_logits.default",
 )  # fmt: skip
 def _elementwise(ctx: Local, *args: Any, **kwargs: Any) -> torch.Tensor:
-    out = operator(ctx.op.target)(*args, **kwargs)
+    out = one_tensor(operator(ctx.op.target)(*args, **kwargs))
     return out / _shares(ctx) if _reduction(ctx, _AT[ctx.op.target]) == MEAN and ctx.strategy else out
 
 
@@ -98,5 +99,5 @@ def _reduction(ctx: Local, at: int) -> int:
     "aten.soft_margin_loss_backward.default",
 )
 def _elementwise_backward(ctx: Local, *args: Any, **kwargs: Any) -> torch.Tensor:
-    out = operator(ctx.op.target)(*args, **kwargs)
+    out = one_tensor(operator(ctx.op.target)(*args, **kwargs))
     return out / _shares(ctx) if _reduction(ctx, _AT[ctx.op.target]) == MEAN and ctx.strategy else out

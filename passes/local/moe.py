@@ -9,6 +9,7 @@ Masked scatter: a place takes the element whose number is the count of true plac
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,16 +48,16 @@ def _out(ctx: Local) -> Placement:
 
 @local("transformers.grouped_mm_fallback.default", "aten._grouped_mm.default")
 def _grouped_mm(ctx: Local, x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
-    op = operator(ctx.op.target)
+    op: Callable[..., torch.Tensor] = operator(ctx.op.target)
     if w.dim() == 2:
         features_last = x.mT
         if ctx.is_split("e"):
             rows = _Rows(ctx.index(_out(ctx), 0), w.shape[0], offs)
             features_last, w, offs = rows.to_front(features_last), rows.to_front(w), rows.offsets
         # The dim that is stored last has to be of whole units: features are, rows are as many as there are tokens.
-        return op(features_last.contiguous().mT, w, offs, *rest, **kwargs)  # type: ignore[no-any-return]
+        return op(features_last.contiguous().mT, w, offs, *rest, **kwargs)
     if not ctx.is_split("e"):
-        return op(x, w, offs, *rest, **kwargs)  # type: ignore[no-any-return]
+        return op(x, w, offs, *rest, **kwargs)
     rows = _Rows(ctx.index(ctx.inputs[1], 0), x.shape[0], offs)
     return rows.to_back(op(rows.to_front(x), w, rows.offsets, *rest, **kwargs))
 

@@ -46,6 +46,7 @@ def _batch_norm(ctx: Local, x: torch.Tensor, weight: torch.Tensor | None, bias: 
     n = _count(ctx)
     if ctx.op.target == "aten._native_batch_norm_legit_functional.default":
         running_mean, running_var = stats
+        assert running_mean is not None and running_var is not None
         results.append(running_mean + momentum * (mean.to(running_mean.dtype) - running_mean))
         results.append(running_var + momentum * (var.to(running_var.dtype) * (n / max(n - 1, 1)) - running_var))
     return tuple(results)

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from autopar.passes.local import local, operator
+from autopar.passes.local import local, one_tensor, operator
 from autopar.passes.local.context import Local
 
 
 @local("aten.mean.dim", "aten.mean.default")
 def _mean(ctx: Local, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The local mean, weighted by the share of the elements that are here: a sum could overflow in float16."""
-    out = operator(ctx.op.target)(x, *args, **kwargs)
+    out = one_tensor(operator(ctx.op.target)(x, *args, **kwargs))
     letters = {a for dims in ctx.rule.outputs if dims is not None for d in dims for a in d}
     shares = math.prod(ctx.mesh.axis_size(a) for a, (letter, _) in ctx.strategy.items() if letter not in letters)
     return out if shares == 1 else out / shares
@@ -49,14 +49,14 @@ def missing(ctx: Local) -> tuple[str, ...]:
 
 @local("aten.addmm.default", "aten.baddbmm.default", "aten.addmv.default", "aten.addbmm.default")
 def _added(ctx: Local, bias: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return operator(ctx.op.target)(once(ctx, bias, missing(ctx)), *args, **kwargs)
+    return one_tensor(operator(ctx.op.target)(once(ctx, bias, missing(ctx)), *args, **kwargs))
 
 
 @local("aten.linear.default")
 def _linear(ctx: Local, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     if bias is not None:
         bias = once(ctx, bias, missing(ctx))
-    return torch.ops.aten.linear(x, weight, bias)
+    return one_tensor(torch.ops.aten.linear(x, weight, bias))
 
 
 def _axes_of(ctx: Local, dim: int) -> tuple[str, ...]:
@@ -74,7 +74,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 def _softmax(ctx: Local, x: torch.Tensor, dim: int, *args: Any, **kwargs: Any) -> torch.Tensor:
     axes = _axes_of(ctx, dim)
     if not axes:
-        return operator(ctx.op.target)(x, dim, *args, **kwargs)
+        return one_tensor(operator(ctx.op.target)(x, dim, *args, **kwargs))
     x = _wide(x)
     largest = ctx.reduce(x.amax(dim, keepdim=True), axes, "max")
     # A row of -inf alone: not a number in softmax, zeros in the safe one.
@@ -92,7 +92,7 @@ def _softmax(ctx: Local, x: torch.Tensor, dim: int, *args: Any, **kwargs: Any) -
 def _softmax_backward(ctx: Local, grad: torch.Tensor, y: torch.Tensor, dim: int, input_dtype: torch.dtype) -> torch.Tensor:
     axes = _axes_of(ctx, dim)
     if not axes:
-        return operator(ctx.op.target)(grad, y, dim, input_dtype)
+        return one_tensor(operator(ctx.op.target)(grad, y, dim, input_dtype))
     grad, y = _wide(grad), _wide(y)
     log = ctx.op.target == "aten._log_softmax_backward_data.default"
     total = ctx.reduce((grad if log else grad * y).sum(dim, keepdim=True), axes)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autopar.graph.placement import Placement
-from autopar.passes.local import local, operator
+from autopar.passes.local import local, one_tensor, operator
 from autopar.passes.local.context import Local
 from autopar.rules.view import bounds, contiguous_strides
 
@@ -59,19 +59,19 @@ def _local_slice(ctx: Local, whole: Placement, at: int, part: int) -> tuple[int,
 def _slice(ctx: Local, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     whole = ctx.inputs[0]
     dim = ctx.op.arg(1, "dim", 0) % len(whole.shape)
-    return torch.ops.aten.slice.Tensor(x, *_local_slice(ctx, whole, 1, ctx.local_shape()[dim]))
+    return one_tensor(torch.ops.aten.slice.Tensor(x, *_local_slice(ctx, whole, 1, ctx.local_shape()[dim])))
 
 
 @local("aten.slice_backward.default")
 def _slice_backward(ctx: Local, grad: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     dim = ctx.op.arg(2, "dim") % len(_out(ctx).shape)
-    return torch.ops.aten.slice_backward(grad, list(ctx.local_shape()), *_local_slice(ctx, _out(ctx), 2, grad.shape[dim]))
+    return one_tensor(torch.ops.aten.slice_backward(grad, list(ctx.local_shape()), *_local_slice(ctx, _out(ctx), 2, grad.shape[dim])))
 
 
 @local("aten.slice_scatter.default")
 def _slice_scatter(ctx: Local, x: torch.Tensor, src: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     dim = ctx.op.arg(2, "dim", 0) % x.dim()
-    return torch.ops.aten.slice_scatter(x, src, *_local_slice(ctx, _out(ctx), 2, src.shape[dim]))
+    return one_tensor(torch.ops.aten.slice_scatter(x, src, *_local_slice(ctx, _out(ctx), 2, src.shape[dim])))
 
 
 @local("aten.split.Tensor", "aten.split_with_sizes.default", "aten.split_with_sizes_copy.default")
@@ -79,7 +79,8 @@ def _split(ctx: Local, x: torch.Tensor, *_: Any, **__: Any) -> Sequence[torch.Te
     dim = ctx.op.arg(2, "dim", 0) % x.dim()
     sizes = [ctx.local_shape(i)[dim] for i in range(len(ctx.outputs))]
     fn = torch.ops.aten.split_with_sizes_copy if "copy" in ctx.op.target else torch.ops.aten.split_with_sizes
-    return fn(x, sizes, dim)
+    parts: Sequence[torch.Tensor] = fn(x, sizes, dim)
+    return parts
 
 
 @local("aten.constant_pad_nd.default")
@@ -90,15 +91,17 @@ def _pad(ctx: Local, x: torch.Tensor, pad: Sequence[int], value: float = 0) -> t
     for i, n in enumerate(pad):
         dim = x.dim() - 1 - i // 2
         sizes.append(_scaled(whole, ctx, dim, n) if whole.shape[dim] else n)
-    return torch.ops.aten.constant_pad_nd(x, sizes, value)
+    return one_tensor(torch.ops.aten.constant_pad_nd(x, sizes, value))
 
 
 @local("aten.roll.default")
 def _roll(ctx: Local, x: torch.Tensor, shifts: Any, dims: Any = ()) -> torch.Tensor:
     if not dims:
-        return torch.ops.aten.roll(x, shifts, dims)
+        return one_tensor(torch.ops.aten.roll(x, shifts, dims))
     shifts = shifts if isinstance(shifts, (list, tuple)) else [shifts]
-    return torch.ops.aten.roll(x, [_scaled(ctx.inputs[0], ctx, d % x.dim(), s) for d, s in zip(dims, shifts, strict=True)], dims)
+    return one_tensor(
+        torch.ops.aten.roll(x, [_scaled(ctx.inputs[0], ctx, d % x.dim(), s) for d, s in zip(dims, shifts, strict=True)], dims)
+    )
 
 
 def place(ctx: Local, placement: Placement, dim: int, index: int) -> tuple[torch.Tensor | None, int]:
@@ -121,7 +124,7 @@ def _select(ctx: Local, x: torch.Tensor, dim: int, index: int) -> torch.Tensor:
     """Zero where the element is another rank's: the ranks' outputs add up to it."""
     whole = ctx.inputs[0]
     elsewhere, at = place(ctx, whole, dim % x.dim(), index % whole.shape[dim])
-    out = torch.ops.aten.select.int(x, dim, at)
+    out = one_tensor(torch.ops.aten.select.int(x, dim, at))
     return out if elsewhere is None else out.masked_fill(elsewhere, 0)
 
 
@@ -129,7 +132,7 @@ def _select(ctx: Local, x: torch.Tensor, dim: int, index: int) -> torch.Tensor:
 def _select_backward(ctx: Local, grad: torch.Tensor, _: Any, dim: int, index: int) -> torch.Tensor:
     elsewhere, at = place(ctx, _out(ctx), dim % len(_out(ctx).shape), index % _out(ctx).shape[dim])
     grad = grad if elsewhere is None else grad.masked_fill(elsewhere, 0)
-    return torch.ops.aten.select_backward(grad, list(ctx.local_shape()), dim, at)
+    return one_tensor(torch.ops.aten.select_backward(grad, list(ctx.local_shape()), dim, at))
 
 
 @local("aten.select_scatter.default")
@@ -138,7 +141,7 @@ def _select_scatter(ctx: Local, x: torch.Tensor, src: torch.Tensor, dim: int, in
     elsewhere, at = place(ctx, whole, dim % x.dim(), index % whole.shape[dim])
     if elsewhere is not None:
         src = torch.where(elsewhere, torch.ops.aten.select.int(x, dim, at), src)
-    return torch.ops.aten.select_scatter(x, src, dim, at)
+    return one_tensor(torch.ops.aten.select_scatter(x, src, dim, at))
 
 
 @local("aten.as_strided.default", "aten.as_strided_scatter.default")
@@ -155,4 +158,4 @@ def _as_strided(ctx: Local, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch
     rest = (size, stride, ctx.op.arg(at + 2, "storage_offset"))
     x = x.contiguous()
     x = x.clone() if x.storage_offset() else x  # offsets count from the start of its memory
-    return operator(ctx.op.target)(x, *((args[0], *rest) if scatter else rest))
+    return one_tensor(operator(ctx.op.target)(x, *((args[0], *rest) if scatter else rest)))

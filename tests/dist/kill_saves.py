@@ -25,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,6 +110,7 @@ def found(folder: str, name: str) -> Any:
         state = checkpoint.load(folder, model, optimizer)["step"]
     except CheckpointError as e:
         return e.what
+    assert state is not None, "saves of here say which state they are of"
     want = whole(*_made(name, state))
     return state if all(torch.equal(a, b) for a, b in zip(whole(model, optimizer), want, strict=True)) else "MIXED"
 
@@ -200,6 +202,10 @@ class Report:
         return "\n".join(rows)
 
 
+def _sometime(draw: random.Random, save_s: float, which: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
+    return draw.uniform(0, save_s), which
+
+
 def hammer(saves: int, n: int, folder: str, name: str, seed: int, show: Callable[[str], None] = lambda line: None) -> Report:
     draw, report = random.Random(seed), Report()
     for _ in range(2):  # the first one of a process is slower
@@ -208,7 +214,7 @@ def hammer(saves: int, n: int, folder: str, name: str, seed: int, show: Callable
     assert old == 0, old
     for state in range(1, saves + 1):
         which = (draw.randrange(n),) if draw.random() < 0.5 else tuple(range(n))
-        killed = save(n, folder, name, state, lambda which=which: (draw.uniform(0, report.save_s), which))
+        killed = save(n, folder, name, state, partial(_sometime, draw, report.save_s, which))
         got = loaded(folder, name)
         what = "the earlier one, whole" if got == old else "the new one, whole" if got == state else f"NEITHER: {got}"
         report.found[f"{'one rank' if len(which) < n else 'all ranks'} killed: {what}"] += 1

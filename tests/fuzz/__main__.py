@@ -74,7 +74,8 @@ def run(seed: int, programs: int, seconds: float, task: dict[str, Any], folder: 
                     flush=True,
                 )
                 if folder is not None and outcome.failure.kind not in seen:
-                    kept.write(folder, f"{outcome.failure.kind} {number}", outcome.source, [outcome.setting], outcome.failure.kind)
+                    # mypy takes the folder `kept` for the module.
+                    kept.write(folder, f"{outcome.failure.kind} {number}", outcome.source, [outcome.setting], outcome.failure.kind)  # type: ignore[attr-defined]
                 seen.add(outcome.failure.kind)
     finally:
         worker.close()

@@ -9,7 +9,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from tests.fuzz.program import Line
 
 LARGEST = 30.0  # values stay near one, so that rounding does
 SIZES = (2, 3, 4, 4, 6, 8, 8)
+T = TypeVar("T")
 
 
 class Unable(Exception):
@@ -52,7 +53,7 @@ class Draw:
     def chance(self, p: float) -> bool:
         return self.rng.random() < p
 
-    def one_of(self, xs: Sequence[Any]) -> Any:
+    def one_of(self, xs: Sequence[T]) -> T:
         if not xs:
             raise Unable
         return self.rng.choice(list(xs))

@@ -65,6 +65,8 @@ class Tied(nn.Module):
 
 
 class Image(nn.Module):
+    calls: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.norm, self.out = nn.Conv1d(2, 4, 2), nn.GroupNorm(2, 4), nn.Linear(8, 4)
@@ -117,7 +119,7 @@ class Loop:
 
     def __init__(self, what: dict[str, str], model: nn.Module, compile: Callable[[nn.Module], nn.Module] | None, folder: Path) -> None:
         self.what, self.compile, self.folder = what, compile, folder
-        self.model = compile(model) if compile else model
+        self.model: Any = compile(model) if compile else model  # a compiled one also has no_sync
         self.make()
         self.saved: Any = None
 
@@ -126,7 +128,8 @@ class Loop:
         self.scheduler = SCHEDULERS[self.what["scheduler"]](self.optimizer)
 
     def loss(self, n: int, seed: int) -> torch.Tensor:
-        return self.model(randn(seed, n, 6, dtype=D), randn(seed + 1, n, 4, dtype=D))
+        loss: torch.Tensor = self.model(randn(seed, n, 6, dtype=D), randn(seed + 1, n, 4, dtype=D))
+        return loss
 
     def do(self, action: Action) -> list[Any]:
         """What can be seen of it."""
@@ -143,7 +146,7 @@ class Loop:
                 seen.append(loss.detach())
             else:
                 for i in range(k):
-                    scope = self.model.no_sync() if kind == "no_sync" and i < k - 1 and self.compile else contextlib.nullcontext()  # type: ignore[operator]
+                    scope = self.model.no_sync() if kind == "no_sync" and i < k - 1 and self.compile else contextlib.nullcontext()
                     with scope:
                         loss = self.loss(n, seed + i) / k
                         loss.backward()

@@ -141,4 +141,6 @@ def load(source: str, dtype: str | None = None) -> Loaded:
 def dtype_of(source: str) -> torch.dtype:
     found = re.search(r"^D = torch\.(\w+)", source, flags=re.M)
     assert found is not None
-    return getattr(torch, found[1])
+    dtype = getattr(torch, found[1])
+    assert isinstance(dtype, torch.dtype)
+    return dtype

@@ -92,13 +92,13 @@ def _smaller(p: Program) -> Iterator[Program]:
         value = made.get(m.makes[0]) if m.makes else None
         if value is not None:
             yield from _as_input(replace(p, members=p.members[:i] + p.members[i + 1 :]), f"self.{m.makes[0]}", value, False)
-    for n, _ in p.inputs:
-        if n in p.grads:
-            yield replace(p, grads=p.grads - {n})
-    for i, (n, text) in enumerate(p.inputs):
-        if n in made and not re.fullmatch(r"(randn|ints|bools)\([^()]*\)", text):
-            simple = _expression(made[n])
-            yield replace(p, inputs=(*p.inputs[:i], (n, simple), *p.inputs[i + 1 :]))
+    for name, _ in p.inputs:
+        if name in p.grads:
+            yield replace(p, grads=p.grads - {name})
+    for i, (name, text) in enumerate(p.inputs):
+        if name in made and not re.fullmatch(r"(randn|ints|bools)\([^()]*\)", text):
+            simple = _expression(made[name])
+            yield replace(p, inputs=(*p.inputs[:i], (name, simple), *p.inputs[i + 1 :]))
     if not p.train:
         yield replace(p, train=True)
     if p.dtype == "float32" and not p.rough:

@@ -52,7 +52,8 @@ class Worker:
         except BrokenPipeError:
             line, ready = "", [p.stdout]
         if line:
-            return json.loads(line)
+            answer: dict[str, Any] = json.loads(line)
+            return answer
         if ready:
             code = p.wait()
             self.process = None

@@ -16,6 +16,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,10 +44,10 @@ _WORLD = 240  # a multiple of every mesh's size: LocalTensorMode finds a group's
 
 def indices(placement: Placement, dim: int, mesh: Mesh, at: dict[str, int]) -> torch.Tensor:
     """Global indices along `dim` at coordinates `at`: element i is at (i // stride) % W."""
-    mine = range(placement.shape[dim])
+    mine: Sequence[int] = range(placement.shape[dim])
     for s in placement.splits:
         if s.dim == dim:
-            mine = [i for i in mine if (i // s.stride) % mesh.axis_size(s.axis) == at[s.axis]]  # type: ignore[assignment]
+            mine = [i for i in mine if (i // s.stride) % mesh.axis_size(s.axis) == at[s.axis]]
     return torch.tensor(list(mine), dtype=torch.int64)
 
 
@@ -109,8 +110,7 @@ def unshard(locals_: Sequence[torch.Tensor], placement: Placement, mesh: Mesh) -
         pieces[key] = t
     out = torch.full(placement.shape, 0, dtype=locals_[0].dtype)
     for key, t in pieces.items():
-        at = dict(key)
-        where = [indices(placement, d, mesh, at) for d in range(len(placement.shape))]
+        where = [indices(placement, d, mesh, dict(key)) for d in range(len(placement.shape))]
         expected = tuple(len(w) for w in where)
         assert tuple(t.shape) == expected, f"local shape {tuple(t.shape)}, not {expected}: {placement}"
         if where:
@@ -167,20 +167,19 @@ def call(fn: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None, ref
     if isinstance(fn, str):
         for part in fn.split("."):
             fn = getattr(torch.ops if isinstance(fn, str) else fn, part)
-    kwargs = kwargs or {}
     with torch.no_grad():
-        args, kwargs = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), (tuple(args), dict(kwargs)))
-        outputs = tree_map_only(torch.Tensor, lambda t: t.resolve_conj().clone(), _outputs((reference or fn)(*args, **kwargs)))
+        given, named = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), (tuple(args), dict(kwargs or {})))
+        outputs = tree_map_only(torch.Tensor, lambda t: t.resolve_conj().clone(), _outputs((reference or fn)(*given, **named)))
     tensors: list[torch.Tensor] = []
 
     def describe(t: torch.Tensor) -> Tensor:
         tensors.append(t)
         return Tensor(f"t{len(tensors) - 1}", tuple(t.shape), _dtype(t))
 
-    args_, kwargs_ = _plain(_map_tensors(describe, args)), _plain(_map_tensors(describe, kwargs))
+    args_, kwargs_ = _plain(_map_tensors(describe, given)), _plain(_map_tensors(describe, named))
     outs = tuple(None if t is None else Tensor(f"o{i}", tuple(t.shape), _dtype(t)) for i, t in enumerate(outputs))
     target = str(fn)
-    return Call(fn, args, kwargs, outputs, Op("op", target, args_, kwargs_, outs), tuple(tensors))
+    return Call(fn, given, named, outputs, Op("op", target, args_, kwargs_, outs), tuple(tensors))
 
 
 def _map_tensors(f: Callable[[torch.Tensor], Any], x: Any) -> Any:
@@ -308,6 +307,9 @@ def run_ranks(
         take = lambda _: at(next(each))  # noqa: E731
         return _map_tensors(take, c.args), _map_tensors(take, c.kwargs)
 
+    def piece(rank: int, i: int) -> torch.Tensor:
+        return pieces[i][rank].clone()
+
     def refuse(axes: tuple[str, ...]) -> str:
         raise _NeedsGroupError
 
@@ -315,7 +317,7 @@ def run_ranks(
         out = []
         for rank in range(mesh.size):
             at = {a: torch.tensor(i) for a, i in mesh.coordinates(rank).items()}
-            args, kwargs = local_args(lambda i, rank=rank: pieces[i][rank].clone())
+            args, kwargs = local_args(partial(piece, rank))
             out.append(_outputs(apply(context(at.__getitem__, refuse), c.fn, args, kwargs)))
         return out
     except _NeedsGroupError:
@@ -371,14 +373,14 @@ def check_call(c: Call, meshes: Sequence[Mesh] = MESHES, cap: int = 24, values: 
                 for i, (want, p) in enumerate(zip(c.outputs, outs, strict=True)):
                     if want is None or p is None:
                         continue
-                    each = [r[i] for r in found]
-                    assert all(t is not None for t in each), f"output {i} is missing"
+                    each = [t for r in found if (t := r[i]) is not None]
+                    assert len(each) == len(found), f"output {i} is missing"
                     if values:
-                        whole = unshard([t.resolve_conj() for t in each], p, mesh)  # type: ignore[union-attr]
+                        whole = unshard([t.resolve_conj() for t in each], p, mesh)
                         assert same(whole, want, tolerance), f"output {i}: {whole} is not {want}"
                     else:
                         local = p.local_shape(mesh)
-                        assert all(t.shape == local and t.dtype == want.dtype for t in each), f"output {i}"  # type: ignore[union-attr]
+                        assert all(t.shape == local and t.dtype == want.dtype for t in each), f"output {i}"
             except Exception as e:
                 raise MismatchError(f"{said}\n  {[str(p) for p in ins]} -> {[str(p) for p in outs]}\n  {type(e).__name__}: {e}") from e
             report.trials += 1

@@ -7,7 +7,7 @@ meaning. Parameters are cut by the plan's storage placements, gradients put toge
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,11 @@ class Simulated:
     collectives: tuple[Any, ...]
 
     def values(
-        self, params: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], tensors: tuple[torch.Tensor, ...], seed: tuple[int, int]
+        self,
+        params: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        tensors: tuple[torch.Tensor, ...],
+        seed: tuple[int, int],
     ) -> dict[Role, Any]:
         """What the graphs are given, by role, on all ranks."""
         mesh, n = self.mesh, self.mesh.size
@@ -89,8 +93,12 @@ class Simulated:
         return values
 
     def run(
-        self, params: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], tensors: tuple[torch.Tensor, ...], seed: tuple[int, int]
-    ):
+        self,
+        params: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        tensors: tuple[torch.Tensor, ...],
+        seed: tuple[int, int],
+    ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """(outputs, gradients by name, buffer updates) of one step, whole tensors in and out."""
         mesh, n = self.mesh, self.mesh.size
         values = self.values(params, buffers, tensors, seed)
@@ -101,7 +109,9 @@ class Simulated:
             grads_out = ()
             if self.parts.backward is not None:
                 grads_out = fx.Interpreter(self.parts.backward).run(*saved, *[values[r] for r in self.parts.backward_inputs])
-        outputs, updates, grads = [], {}, {}
+        outputs: list[torch.Tensor] = []
+        updates: dict[str, torch.Tensor] = {}
+        grads: dict[str, torch.Tensor] = {}
         for role, t in zip(self.parts.forward_outputs, results, strict=True):
             ranks = _ranks(t, n)
             if role.kind == "output":
@@ -122,7 +132,10 @@ def _ranks(t: Any, n: int) -> dict[int, torch.Tensor]:
 
 
 def tensor_dtype(captured: Captured) -> torch.dtype:
-    return next(x.meta["val"].dtype for x, r in zip(captured.gm.graph.nodes, captured.inputs, strict=False) if r.kind == "tangent")
+    dtype: torch.dtype = next(
+        x.meta["val"].dtype for x, r in zip(captured.gm.graph.nodes, captured.inputs, strict=False) if r.kind == "tangent"
+    )
+    return dtype
 
 
 @dataclass
@@ -164,7 +177,7 @@ def one_device(model: nn.Module, kwargs: dict[str, Any], seed: tuple[int, int], 
     """The loss of plain eager PyTorch, its random ops replaced by ours."""
     kwargs = dict(kwargs)
     with EagerRandom(*seed):
-        if loss_fn is None:
-            return model(**kwargs).loss
-        target = kwargs.pop("target")
-        return loss_fn(model(**kwargs), target)
+        if loss_fn is not None:
+            target = kwargs.pop("target")
+        loss: torch.Tensor = model(**kwargs).loss if loss_fn is None else loss_fn(model(**kwargs), target)
+        return loss

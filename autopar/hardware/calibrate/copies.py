@@ -43,7 +43,12 @@ def files(clock: Clock, nbytes: int) -> Iterator[Sample]:
     data = memoryview(bytes(nbytes))
     with tempfile.TemporaryFile(buffering=0) as f:
         clock.barrier()
-        written_s = _elapsed(lambda: (_write(f.fileno(), data), os.fsync(f.fileno())))
+
+        def write() -> None:
+            _write(f.fileno(), data)
+            os.fsync(f.fileno())
+
+        written_s = _elapsed(write)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         clock.barrier()

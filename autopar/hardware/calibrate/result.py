@@ -56,11 +56,11 @@ class Calibration:
             slow, fast = (k.amounts[i] / k.seconds[i] for i in (0, -1))
             span = f"{format_amount(slow, unit):>14} .. {format_amount(fast, unit)}"
             lines.append(f"  {what:<42}{span}, {len(k.amounts)} points, +- {100 * max(k.relative_sd):.1f} %")
-        for k in c.curves:
-            what = f"{k.kind} among {k.ranks}" + (f" on {k.nodes} nodes" if k.nodes > 1 else "")
-            span = f"{format_bytes(k.amounts[0])} .. {format_bytes(k.amounts[-1])} sent"
-            took = f"{format_time(k.seconds[0]):>14} .. {format_time(k.seconds[-1])}"
-            lines.append(f"  {what:<42}{took}, {span}, +- {100 * max(k.relative_sd):.1f} %")
+        for wire in c.curves:
+            what = f"{wire.kind} among {wire.ranks}" + (f" on {wire.nodes} nodes" if wire.nodes > 1 else "")
+            span = f"{format_bytes(wire.amounts[0])} .. {format_bytes(wire.amounts[-1])} sent"
+            took = f"{format_time(wire.seconds[0]):>14} .. {format_time(wire.seconds[-1])}"
+            lines.append(f"  {what:<42}{took}, {span}, +- {100 * max(wire.relative_sd):.1f} %")
         return "\n".join(lines)
 
     def save(self, path: Path) -> None:
@@ -91,7 +91,8 @@ def calibration(m: Measured) -> Calibration:
     device = _device(m, samples, base.device, known, fitted, besides)
     links = {where: _link(samples, base, where, known, fitted) for where in ("intra", "inter")}
     host = _copy(samples, "host", base.host, "host", fitted)
-    disk = Nvme(**{k: _copy(samples, f"nvme_{k}", None, f"nvme.{k}", fitted) for k in ("read", "write")})
+    read, write = (_copy(samples, f"nvme_{k}", None, f"nvme.{k}", fitted) for k in ("read", "write"))
+    disk = Nvme(read=read, write=write)
     contention = 0.0
     if m.contention:
         seen = np.clip(m.contention, 0.0, 1.0)

@@ -100,7 +100,8 @@ class _Block(nn.Module):
         q, k, v = (f(y).view(b, s, HEADS, w // HEADS).transpose(1, 2) for f in (self.q, self.k, self.v))
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, w))
         y = self.norm2(x)
-        return x + self.down(F.gelu(self.up(y)) if self.gate is None else F.silu(self.gate(y)) * self.up(y))
+        out: torch.Tensor = x + self.down(F.gelu(self.up(y)) if self.gate is None else F.silu(self.gate(y)) * self.up(y))
+        return out
 
 
 class _RootMeanSquare(nn.Module):
@@ -120,7 +121,8 @@ class _Model(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCAB)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.blocks(self.token(ids))))
+        logits: torch.Tensor = self.head(self.norm(self.blocks(self.token(ids))))
+        return logits
 
 
 def _loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ def groups(ranks: int) -> dist.ProcessGroup:
     if ranks == world:
         assert dist.group.WORLD is not None
         return dist.group.WORLD
-    mine = None
+    mine: dist.ProcessGroup | None = None
     for first in range(0, world - world % ranks, ranks):
         made = dist.new_group(list(range(first, first + ranks)))
         if first <= dist.get_rank() < first + ranks:

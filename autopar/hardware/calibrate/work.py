@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ def products(clock: Clock, dtype: torch.dtype) -> Iterator[Sample]:
         nbytes = dtype.itemsize * (m * k + k * n + m * n)
         for rows, inner, columns, orientation in ((m, k, n, "nt"), (m, n, k, "nn"), (n, m, k, "tn")):
             a, b = _shaped(rows, inner, orientation[0] == "t"), _shaped(inner, columns, orientation[1] == "t")
-            call = _rotating(lambda x, y: aten.mm.default(x, y), lambda a=a, b=b: (a(clock, dtype), b(clock, dtype)), nbytes)
+            call = _rotating(lambda x, y: aten.mm.default(x, y), functools.partial(_made, (a, b), clock, dtype), nbytes)
             yield from (Sample("matmul", 2.0 * m * k * n, s, _name(dtype), nbytes) for s in clock.windows(call))
         if clock.late():
             return
@@ -108,7 +108,7 @@ def memory_bound(clock: Clock) -> Iterator[Sample]:
         )  # fmt: skip
         for kind, call, reads in cases:
             moved = 4.0 * n * (reads + 1)
-            run = _rotating(call, lambda reads=reads, new=new: tuple(new() for _ in range(reads)), int(moved))
+            run = _rotating(call, functools.partial(_times, new, reads), int(moved))
             yield from (Sample(kind, moved, s) for s in clock.windows(run))
         if clock.late():
             return
@@ -150,6 +150,14 @@ def _keeping(call: Callable[[], Any], nbytes: int) -> Callable[[], Any]:
         return kept[-1]
 
     return run
+
+
+def _made(make: Sequence[Callable[[Clock, torch.dtype], torch.Tensor]], clock: Clock, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    return tuple(f(clock, dtype) for f in make)
+
+
+def _times(new: Callable[[], torch.Tensor], n: int) -> tuple[torch.Tensor, ...]:
+    return tuple(new() for _ in range(n))
 
 
 def _rotating(call: Callable[..., Any], new: Callable[[], tuple[torch.Tensor, ...]], nbytes: int) -> Callable[[], Any]:

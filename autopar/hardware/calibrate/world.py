@@ -67,7 +67,8 @@ def _results(pipes: list[Connection], patience_s: float, on_progress: OnProgress
                 "Measuring does not come to an end", fix="look whether something else keeps the machine busy; give fewer --processes"
             )
         for p in ready:
-            rank = pipes.index(p)  # type: ignore[arg-type]
+            assert isinstance(p, Connection)
+            rank = pipes.index(p)
             try:
                 what, value = pipes[rank].recv()
             except EOFError:
@@ -88,7 +89,12 @@ def _child(fn: Measure[Any], rank: int, n: int, port: int, gpu: bool, seconds: f
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     parent = multiprocessing.parent_process()
     assert parent is not None
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+    def end_with_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     try:
         device = _device(rank, n, gpu)
         if n > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
@@ -71,10 +71,10 @@ def apply(
         if (rep, q.segment[small]) in recompute:
             rerun.add(op.name)
             activations |= {t.name: "recompute" for t in op.outputs if t is not None}
-        for t, u in zip(op.outputs, outputs_of[small], strict=True):
-            if t is not None and u is not None and q.group[u.name] in at:
-                kept[t.name] = at[q.group[u.name]]
-                activations[t.name] = f"offload:{sent[q.group[u.name]]}" if q.group[u.name] in sent else "save"
+        for out, u in zip(op.outputs, outputs_of[small], strict=True):
+            if out is not None and u is not None and q.group[u.name] in at:
+                kept[out.name] = at[q.group[u.name]]
+                activations[out.name] = f"offload:{sent[q.group[u.name]]}" if q.group[u.name] in sent else "save"
     return Plan(
         dict(mesh.parents), "planned", params, ops, batch_placements(graph.inputs, data, mesh), outputs, data,
         {op.name: op.target for op in (*graph.ops, *more)}, _collectives(problem, names, decision), repeated, True, kept, frozenset(rerun),
@@ -132,6 +132,8 @@ def used_arcs(problem: Problem, decision: Decision) -> Iterator[tuple[int, int, 
 def _read_at(problem: Problem, names: Names, decision: Decision, tensor: str, shape: tuple[int, ...]) -> Placement:
     """Where the first operator that uses a parameter reads it."""
     v = names.value_of[tensor]
-    for end in (*problem.values[v].forward.demands, *(problem.values[v].backward.demands if problem.values[v].backward else ())):  # type: ignore[union-attr]
-        return names.nodes[v][end.nodes[decision.strategies[end.choice]]]
+    nodes: Sequence[Placement] = names.nodes[v]
+    for flow in (problem.values[v].forward, problem.values[v].backward):
+        for end in flow.demands if flow is not None else ():
+            return nodes[end.nodes[decision.strategies[end.choice]]]
     return Placement.of(shape)

@@ -112,8 +112,8 @@ class Columns:
                 live[variable_of - start] += nbytes * often
                 j += 1
             for at in columns:
-                mine = live[:, at]
-                out[at].update((keys[start + k], float(mine[k])) for k in np.flatnonzero(mine))
+                there = live[:, at]
+                out[at].update((keys[start + k], float(there[k])) for k in np.flatnonzero(there))
         return out
 
     def first_of(self, column: int) -> int:

@@ -30,8 +30,8 @@ def lower_bound_problem(f: Formulated, problem: Problem, whole: Formulator) -> P
     times: dict[int, float] = defaultdict(float)
     backward = account(1, "compute")
     by_name = {op.name: op for op in whole.program.q.classes.ops}
-    for a, t in least.items():
-        times[a] += t
+    for a, seconds in least.items():
+        times[a] += seconds
     for t in f.program.q.classes.params.values():
         if t.name in f.program.trained:
             share = f.program.q.count(t.name) * optimizer_s(f.cost, f.training, t.numel / f.mesh.size)

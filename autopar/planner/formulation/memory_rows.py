@@ -138,11 +138,11 @@ class Rows:
         kept = _undominated(outside)
         found = [*kept, *_undominated(inside, kept)]
         if not f.is_decided:
-            last = {
+            ends = {
                 n for stack in self.program.q.stacks for copies in (stack.forward, stack.backward) for names in copies[-2:] for n in names
             }
             outer = _undominated([(name, self.relaxation.row(terms, False)) for name, terms in kept])
-            inner = [(name, self.relaxation.row(terms, True)) for name, terms in inside if name.rpartition(" ")[2] in last]
+            inner = [(name, self.relaxation.row(terms, True)) for name, terms in inside if name.rpartition(" ")[2] in ends]
             self.relaxed_rows = [Row(name, 0.0, tuple(sorted(terms.items()))) for name, terms in [*outer, *_undominated(inner, outer)]]
         found = [(name, self.by_base(*shared[name]) if name in shared else terms) for name, terms in found]
         return tuple(Row(name, 0.0, tuple(sorted(terms.items()))) for name, terms in found)

@@ -23,11 +23,11 @@ class OverlapWindows:
         self.end = len(ops)
         position = {op.name: i for i, op in enumerate(ops)}
         layers = sorted(
-            (min(at), max(at) + 1)
+            (min(where), max(where) + 1)
             for stack in stacks
             for copies in (stack.forward, stack.backward)
             for names in copies
-            if (at := [position[n] for n in names])
+            if (where := [position[n] for n in names])
         )
         leaves = {t.name: t.nbytes for t in graph.params.values()}
         read = [sum(leaves.get(t.name, 0) for t in dict.fromkeys(op.inputs)) for op in ops]

@@ -197,19 +197,19 @@ class Formulator:
         direction = int(op.direction == "backward")
         for i, t in enumerate(op.inputs):
             self.wires.demand(t, c, [w[i] for w in self.clusters.want[name]], direction)
-        for i, t in enumerate(op.outputs):
-            if t is None:
+        for i, out in enumerate(op.outputs):
+            if out is None:
                 continue
             places = [m[i] for m in self.clusters.made[name]]
-            wire = self.wires.wire(t)
+            wire = self.wires.wire(out)
             wire.supplies[direction][End(c, self.wires.nodes(wire, [p for p in places if p is not None]))] = None
             # A view is made again for nothing from what it is a view of; that is what is kept. What must be made again is not kept, if it can be.
             gone = op.tag(i) == MUST_RECOMPUTE and self.recomputable.recomputes(op, i)
             wire.policies = direction == 0 and not is_view(op, self.program.rules[op.name]) and not gone
-            for p in self.program.params_of_grad.get(t.name, ()):
+            for p in self.program.params_of_grad.get(out.name, ()):
                 choice, options = self.names.storage[self.program.q.group[self.program.graph.params[p].name]]
                 wire.overlaps = wire.reduces = True
-                wire.nbytes = t.numel * self.grad_bytes(p)
+                wire.nbytes = out.numel * self.grad_bytes(p)
                 wire.demands[direction][End(choice, tuple(wire.node(o.placement) for o in options))] = None
 
     def grad_bytes(self, param: str) -> int:
@@ -232,10 +232,12 @@ class Formulator:
                     if (self.names.value_of[wire.name], nodes) not in reads:
                         wire.reads.append((len(self.names.reruns), nodes))
                         reads[self.names.value_of[wire.name], nodes] = None
-            for i, t in enumerate(copy.outputs):
-                if t is not None and self.recomputable.recomputes(copy, i):
-                    wire = self.wires.wire(t)
-                    made = tuple(wire.node(m[i]) for m in self.clusters.made[op.name])  # type: ignore[arg-type]
+            for i, out in enumerate(copy.outputs):
+                if out is not None and self.recomputable.recomputes(copy, i):
+                    wire = self.wires.wire(out)
+                    places = [m[i] for m in self.clusters.made[op.name]]
+                    made = tuple(wire.node(p) for p in places if p is not None)
+                    assert len(made) == len(places), "an output is a tensor under every strategy"
                     makes[self.names.value_of[wire.name], made] = None
         self.names.reruns.append((op.name, segment))
         times, least = self.times.recompute(op, segment)

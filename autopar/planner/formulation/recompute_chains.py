@@ -21,6 +21,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from autopar.graph.graph import Op, Tensor
 from autopar.planner.formulation.lifetimes import Lifetimes
@@ -191,7 +192,7 @@ class Chains:
                     elif start <= made.last:
                         continue  # counted with what backward reads
                     else:
-                        member = self.wanted(run, made, start, lambda r, p=start: self.waits(r, p))  # type: ignore[misc]
+                        member = self.wanted(run, made, start, partial(self.waits, position=start))
                     for key in self.keys(member):
                         yield key, made.nbytes, start, stop - 1
 

@@ -89,7 +89,8 @@ def _groups(s: Shrunk) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
             (rep, frozenset[tuple[str, int]](), 0) if rep in params else (rep, frozenset(read[name]), s.segment.get(name.split(".")[0], 0))
         )
         found[key].append(name)
-    group, members = {}, {}
+    group: dict[str, str] = {}
+    members: dict[str, tuple[str, ...]] = {}
     for (rep, _, _), names in found.items():
         value = rep if rep in names else names[0]
         members[value] = tuple(names)

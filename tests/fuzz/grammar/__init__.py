@@ -48,9 +48,9 @@ def expand(d: Draw, text: str, rank: int | None = None, least: int = 0) -> Line:
     a = d.float(lambda t: t.dim() >= least, rank)
     found: dict[str, object] = {"a": a}
     if fields & {"d", "e"}:
-        found["d"] = d.dim(a)
+        dim = found["d"] = d.dim(a)
         n = len(d.shape(a))
-        others = [i for i in range(-n, n) if i % n != found["d"] % n]  # type: ignore[operator]
+        others = [i for i in range(-n, n) if i % n != dim % n]
         if "e" in fields:
             found["e"] = d.one_of(others)
     if "b" in fields:

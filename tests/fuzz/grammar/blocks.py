@@ -47,7 +47,8 @@ def _checkpointed(d: Draw) -> list[Line]:
     result = next(n for n in reversed(lines[-1].makes))
     reads = {u for line in lines for u in line.uses}
     # What a region does to buffers eager does twice, with the rerun, and a compiled step once.
-    changes = [u for u in reads if u in d.module._buffers or (u in d.module._modules and any(True for _ in d.module._modules[u].buffers()))]  # type: ignore[union-attr]
+    inner = d.module._modules
+    changes = [u for u in reads if u in d.module._buffers or ((m := inner.get(u)) is not None and any(True for _ in m.buffers()))]
     if not d.values[result].requires_grad or changes:
         raise Unable
     inside = {n for line in lines for n in line.makes}

@@ -81,6 +81,7 @@ def _by_rank(d: Draw) -> list[Line]:
     a = d.float(lambda t: t.dim() in (2, 3))
     s = d.shape(a)
     n = d.size()
+    texts: tuple[str, ...]
     if len(s) == 2:
         texts = (
             f"torch.mm({a}, {d.parameter([s[1], n])})", f"torch.addmm({d.parameter([n])}, {a}, {d.parameter([s[1], n])})",
