@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz import kept
+from tests.fuzz import keeping
 from tests.fuzz.check import Outcome
 from tests.fuzz.generate import FEATURES, generate
 from tests.fuzz.judge import Failure
@@ -75,7 +75,7 @@ def run(seed: int, programs: int, seconds: float, task: dict[str, Any], folder: 
                 )
                 if folder is not None and outcome.failure.kind not in seen:
                     # mypy takes the folder `kept` for the module.
-                    kept.write(folder, f"{outcome.failure.kind} {number}", outcome.source, [outcome.setting], outcome.failure.kind)  # type: ignore[attr-defined]
+                    keeping.write(folder, f"{outcome.failure.kind} {number}", outcome.source, [outcome.setting], outcome.failure.kind)  # type: ignore[attr-defined]
                 seen.add(outcome.failure.kind)
     finally:
         worker.close()

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz import kept
+from tests.fuzz import keeping
 from tests.fuzz.check import check
 from tests.fuzz.loops import Action, one_process
 
 
-@pytest.mark.parametrize("path", sorted(kept.KEPT.glob("*.py")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted(keeping.KEPT.glob("*.py")), ids=lambda p: p.stem)
 def test_equals_eager(path: Path) -> None:
-    source, settings = kept.read(path)
+    source, settings = keeping.read(path)
     found = check(source, settings)
     assert not found.unfit, found.unfit
     assert found.failure is None, f"{found.setting}\n{found.failure}"
