@@ -74,8 +74,7 @@ def run(seed: int, programs: int, seconds: float, task: dict[str, Any], folder: 
                     flush=True,
                 )
                 if folder is not None and outcome.failure.kind not in seen:
-                    # mypy takes the folder `kept` for the module.
-                    keeping.write(folder, f"{outcome.failure.kind} {number}", outcome.source, [outcome.setting], outcome.failure.kind)  # type: ignore[attr-defined]
+                    keeping.write(folder, f"{outcome.failure.kind} {number}", outcome.source, [outcome.setting], outcome.failure.kind)
                 seen.add(outcome.failure.kind)
     finally:
         worker.close()
