@@ -14,6 +14,7 @@ from tests.fuzz.generate import generate
 from tests.fuzz.loops import draw as draw_loop
 from tests.fuzz.loops import is_failure, one_process
 from tests.fuzz.settings import Wanted, draw
+from tests.wide import cases
 
 FIRST, PROGRAMS, CHUNKS = 20_000, 300, 12
 WIDE = 120
@@ -32,7 +33,7 @@ def run(seeds: range, wanted: Wanted, longest: int) -> None:
     assert compared >= 0.8 * len(seeds), f"{compared} of {len(seeds)} programs compared, {unfit} unfit"
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("chunk", cases(range(CHUNKS), range(4)))
 def test_programs(chunk: int) -> None:
     n = PROGRAMS // CHUNKS
     run(range(FIRST + chunk * n, FIRST + (chunk + 1) * n), Wanted(planned=0.0, ranks=int(chunk % 4 == 0)), 4)
@@ -55,7 +56,7 @@ def loops(seeds: range) -> None:
     assert compared >= 0.7 * len(seeds), f"{compared} of {len(seeds)} loops compared"
 
 
-@pytest.mark.parametrize("chunk", range(3))
+@pytest.mark.parametrize("chunk", cases(range(3), [0]))
 def test_loops(chunk: int) -> None:
     loops(range(20_000 + 4 * chunk, 20_000 + 4 * (chunk + 1)))
 

@@ -30,6 +30,7 @@ from tests.spmd.simulate import STORE, Prepared, fake_world, prepare, simulated
 from tests.spmd.test_offload import fast
 from tests.spmd.test_planned import SEED
 from tests.spmd.test_price import mesh_of
+from tests.wide import cases
 
 TOLERANCE = 0.03
 LIMITS = Limits(gap=0.05, seconds=60)  # what is asked is what a plan's memory is, not how good the plan
@@ -116,7 +117,7 @@ def budgets(name: str, axes: str, everything: Memory, size: tuple[int, int, int]
     return [low + share * (everything.predicted - low) for share in (0.0, 0.3, 0.6, 0.9)]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", cases(MODELS, ["llama"]))
 def test_one_device(name: str) -> None:
     """At five budgets: within 3%, never above the budget; less memory is had by other policies."""
     size = 2, 16, 32
@@ -129,7 +130,7 @@ def test_one_device(name: str) -> None:
         assert found.policies[1:] != everything.policies[1:], found
 
 
-@pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.parametrize("name", cases(["llama", "bert"], ["llama"]))
 def test_four_devices(name: str) -> None:
     """Here the passes cut the stretches that parameters are gathered for by what they find in the graph, a little otherwise than the plan."""
     size = 2, 128, 32

@@ -29,6 +29,7 @@ from autopar.solver.solve import Limits
 from tests.ordinary import ORDINARY
 from tests.spmd.simulate import Prepared, fake_world, prepare, simulated
 from tests.spmd.test_planned import cluster
+from tests.wide import wide
 
 SEED = (3, 0)
 LIMITS = Limits(gap=0.05, seconds=20)
@@ -88,9 +89,9 @@ def compare(name: str, mesh: dict[str, int], plan: Plan) -> None:
 QUICK = (
     "ctc", "ctc-tensors", "ctc-flat", "bags", "ensemble", "siamese", "graph", "vae", "fourier", "wavenet", "unet", "physics", "experts",
 )  # fmt: skip
-# Each module once, on two axes where that is planned in seconds; the quick ones on one axis too, by `-m wide`. The others on two axes: by name, as above.
+# On two axes where that is planned in seconds; all on one axis by `-m wide`. The others on two axes: by name, as above.
 CASES = [
-    pytest.param(name, mesh, marks=() if (mesh == "2x2") == (name in QUICK) else pytest.mark.wide, id=f"{name}-{mesh}")
+    pytest.param(name, mesh, marks=() if mesh == "2x2" else wide, id=f"{name}-{mesh}")
     for name in ORDINARY
     for mesh in MESHES
     if name in QUICK or mesh != "2x2"

@@ -32,6 +32,7 @@ from autopar.timeline.replay import COMPUTE, Replay, replay
 from tests.models import ZOO
 from tests.spmd.simulate import fake_world, simulated
 from tests.spmd.test_planned import LINKS, NAMES, captured, planned
+from tests.wide import cases
 
 EXACT = 1e-6
 STATE_BYTES = TrainingConfig(frozenset()).state_bytes
@@ -47,6 +48,14 @@ CASES = [
     *((n, 2, "nodes") for n in ("llama", "gpt2", "mixtral", "convnet")),
     *((n, 3, "nodes") for n in ("llama", "gpt2", "t5", "mixtral", "convnet")),
     ("convnet", 3, "even"),
+]
+QUICK = [
+    ("llama", 1, "even"),
+    ("gpt2", 2, "even"),
+    ("gpt2", 2, "contended"),
+    ("mixtral", 2, "latencies"),
+    ("convnet", 3, "even"),
+    ("convnet", 3, "nodes"),
 ]
 LITTLE = ["llama", "convnet"]
 
@@ -111,7 +120,7 @@ def ends(got: Price, parts: Parts) -> float:
     return out
 
 
-@pytest.mark.parametrize(("name", "axes", "links"), CASES)
+@pytest.mark.parametrize(("name", "axes", "links"), cases(CASES, QUICK))
 def test_price(name: str, axes: int, links: str) -> None:
     found, got, _ = priced(name, AXES[axes], links=links)
     want = found.plan.predicted["step_time_s"]
@@ -125,7 +134,7 @@ def test_price_of_one_of_four_micro_batches() -> None:
     assert want < priced("gpt2", "dp=2,tp=2")[0].plan.predicted["step_time_s"]
 
 
-@pytest.mark.parametrize("name", LITTLE)
+@pytest.mark.parametrize("name", cases(LITTLE, ["convnet"]))
 def test_price_with_little_memory(name: str) -> None:
     found, got, _ = priced(name, AXES[1], 1.01 * least(name, AXES[1]))
     want = found.plan.predicted["step_time_s"]
@@ -133,7 +142,10 @@ def test_price_with_little_memory(name: str) -> None:
     assert abs(got.step_time_s - want) <= EXACT * want, f"{got}\npredicted {found.plan.predicted}"
 
 
-@pytest.mark.parametrize(("name", "little"), [*((n, False) for n in NAMES), *((n, True) for n in LITTLE)])
+@pytest.mark.parametrize(
+    ("name", "little"),
+    cases([*((n, False) for n in NAMES), *((n, True) for n in LITTLE)], [("llama", False), ("gpt2", False), ("convnet", True)]),
+)
 def test_simulated_time(name: str, little: bool) -> None:
     """Never less than the price, whose stages overlap perfectly; at most the ends of the halves more, and 1% for waits between them."""
     found, got, parts = priced(name, AXES[1], 1.01 * least(name, AXES[1]) if little else math.inf)
@@ -141,7 +153,7 @@ def test_simulated_time(name: str, little: bool) -> None:
     assert got.step_time_s * (1 - EXACT) <= seconds <= got.step_time_s * 1.01 + ends(got, parts)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", cases(["llama", "qwen3"], []))
 def test_simulated_memory_keeps_the_budget(name: str) -> None:
     """With parameters gathered ahead and gradients reduced behind. Not where batch norm or dropout is lowered: what that makes on the way is more (the
     convolutional net +22%, BERT +26%), and a compiled kernel holds little of it."""

@@ -18,6 +18,7 @@ from autopar.planner.refit import refit
 from tests.models import ZOO
 from tests.spmd import test_planned
 from tests.spmd.simulate import Prepared, prepare
+from tests.wide import cases
 
 MESH = {"dp": 4}
 LAYERS = 6
@@ -36,7 +37,7 @@ def decided(plan: Plan) -> str:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("tight", [False, True])
+@pytest.mark.parametrize("tight", cases([False, True], [True]))
 def test_a_tiled_plan_on_the_whole(name: str, tight: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     p, inputs = prepared(name)
     cluster = test_planned.cluster(4)
