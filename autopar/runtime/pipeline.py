@@ -31,7 +31,9 @@ from autopar.graph.graph import Graph
 from autopar.passes.manager import joint_passes, overlap, run_passes
 from autopar.passes.offload import offload
 from autopar.passes.partition import Parts, partition
-from autopar.passes.shard import Options, group_names, shard
+from autopar.passes.shard import shard
+from autopar.passes.sharding.emit import Options
+from autopar.passes.sharding.groups import group_names
 from autopar.plan.decisions import CollectiveUse, Decisions
 from autopar.runtime.compile_cache import CompileOnce
 from autopar.runtime.dump import Dump
