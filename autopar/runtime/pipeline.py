@@ -3,7 +3,7 @@
     capture       nn.Module, one call               -> Captured   fx, forward and backward in one, fake tensors at global shapes
     describe      Captured                          -> Graph      torch-free
     fold          Graph                             -> Folded     one copy of every repeated layer, with how many there are
-    decide        Folded, Cluster, mesh             -> Plan       the integer program (`autopar.planner`); or propagate: Graph, Layout -> Plan
+    make_plan     Folded, Cluster, mesh             -> Plan       the integer program (`autopar.planner`); or propagate: Graph, Layout -> Plan
     shard         Captured, Graph, Plan             -> Sharded    fx, local shapes, collectives
     joint passes  Sharded                           -> Sharded    laid out, equal calls once, nothing dead
     partition     Sharded                           -> Parts      forward and backward apart; what is saved between them, what runs again
