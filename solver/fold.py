@@ -18,8 +18,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.graph.graph import Graph
-from autopar.solver import stacks as st
-from autopar.solver.stacks import Program, Stack
+from autopar.solver.backward_stacks import with_backward
+from autopar.solver.correspondence import generic, homes_of, token
+from autopar.solver.forward_stacks import forward_stacks
+from autopar.solver.stacks import DIGITS, Copies, Program, Stack, constant_text, shape_text, tag_text
 
 LAYER = re.compile(r"^(|.*?\.)(\d+)\.")  # the outermost number of a parameter's name
 
@@ -67,8 +69,8 @@ class Folded:
 
 def fold(graph: Graph) -> Folded:
     program = Program(graph)
-    found = st.forward_stacks(program)
-    kept, given_up = st.with_backward(program, found)
+    found = forward_stacks(program)
+    kept, given_up = with_backward(program, found)
     kept = [replace(s, name=n, layers=_layers(graph, s)) for s, n in zip(kept, _names(graph, kept), strict=True)]
     lost = [f"{name}: {given_up[i]}" for i, name in enumerate(_names(graph, found)) if i in given_up]
     return folded(graph, tuple(kept), tuple(s.copies for s in kept), (*lost, *_unfolded(graph, kept)))
@@ -108,7 +110,7 @@ def grouped(f: Folded, together: int) -> Folded | None:
     if any(s.copies != n or n % together for s, n in zip(f.stacks, f.copies, strict=True)):
         return None
 
-    def joined(copies: st.Copies, backwards: bool = False) -> st.Copies:
+    def joined(copies: Copies, backwards: bool = False) -> Copies:
         groups = [copies[i : i + together] for i in range(0, len(copies), together)]
         return tuple(tuple(name for copy in (group[::-1] if backwards else group) for name in copy) for group in groups)
 
@@ -146,7 +148,7 @@ class Numbered:
     @staticmethod
     def of(names: Sequence[str]) -> Numbered | None:
         """None where the names are not numbered evenly."""
-        for match in st.DIGITS.finditer(names[0]):
+        for match in DIGITS.finditer(names[0]):
             before, after, first = names[0][: match.start()], names[0][match.end() :], int(match[0])
             second = names[1].removeprefix(before).removesuffix(after)
             if second == match[0] or not second.isdigit():
@@ -229,7 +231,7 @@ class _Text:
 
     def __init__(self, f: Folded) -> None:
         self.f, self.graph = f, f.graph
-        self.homes = st.homes_of(Program(f.graph), f.stacks)
+        self.homes = homes_of(Program(f.graph), f.stacks)
         self.ops = {op.name: op for op in self.graph.ops}
         self.id: dict[str, int] = {}
         for op in self.graph.ops:
@@ -241,7 +243,7 @@ class _Text:
 
     def lines(self) -> list[tuple[str, int]]:
         f, g = self.f, self.graph
-        found = [(f"{self.given[t.name]} {st.shape_text(t)}", 1) for t in (*g.inputs, *g.tangents)]
+        found = [(f"{self.given[t.name]} {shape_text(t)}", 1) for t in (*g.inputs, *g.tangents)]
         members: dict[str, tuple[int, tuple[str, ...]]] = {}  # operator in a stack -> its stack, its class by copy
         for s, stack in enumerate(f.stacks):
             for names in (*zip(*stack.forward, strict=True), *zip(*stack.backward, strict=True)):
@@ -250,7 +252,7 @@ class _Text:
         for name, leaf in self.leaves.items():
             if f.tensor_rep[name] not in seen:
                 seen.add(f.tensor_rep[name])
-                found.append((f"{leaf} {st.shape_text(g.tensors[name])}", f.tensor_count[f.tensor_rep[name]]))
+                found.append((f"{leaf} {shape_text(g.tensors[name])}", f.tensor_count[f.tensor_rep[name]]))
         for op in g.ops:
             if f.rep[op.name] in seen:
                 continue
@@ -260,9 +262,11 @@ class _Text:
                 reads = self._reads(s, [[t.name for t in self.ops[n].inputs] for n in names])
             else:
                 reads = [self._outside(t.name) for t in op.inputs]
-            constants = st.constant_text(op.args, st.shape_text) + st.constant_text(op.kwargs, st.shape_text)
-            results = " ".join(map(st.shape_text, op.outputs))
-            text = f"%{self.id[f.rep[op.name]]} {op.direction} {op.target}{constants} reads {', '.join(reads)} gives {results}{st.tag_text(op)}"
+            constants = constant_text(op.args, shape_text) + constant_text(op.kwargs, shape_text)
+            results = " ".join(map(shape_text, op.outputs))
+            text = (
+                f"%{self.id[f.rep[op.name]]} {op.direction} {op.target}{constants} reads {', '.join(reads)} gives {results}{tag_text(op)}"
+            )
             found.append((text, f.count[f.rep[op.name]]))
         found += [(f"output {self._outside(n) if n else '-'}", 1) for n in g.outputs]
         made_for = [("gradient", g.params[n], t) for n, t in g.grads.items()]
@@ -280,7 +284,7 @@ class _Text:
 
         def star(name: str) -> str:
             for before in befores:
-                match = st.DIGITS.match(name, len(before)) if name.startswith(before) else None
+                match = DIGITS.match(name, len(before)) if name.startswith(before) else None
                 if match:
                     return f"{before}*{name[match.end() :]}"
             return name
@@ -316,8 +320,8 @@ class _Text:
         """What a class reads: the rule, then what the copies at the ends read instead."""
         found = []
         for names in zip(*by_copy, strict=True):
-            tokens = [st.token(self.homes, stack, k, n) for k, n in enumerate(names)]
-            rule = st.generic(tokens)
+            tokens = [token(self.homes, stack, k, n) for k, n in enumerate(names)]
+            rule = generic(tokens)
             at = tokens.index(rule)
             text = self._class(names[at]) + f"@{-rule[-1]}" if rule[0] == "in" else self._outside(names[at])
             ends = [f"{self._copy(stack, k)}: {self._outside(n)}" for k, n in enumerate(names) if tokens[k] != rule]

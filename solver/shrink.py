@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.graph.graph import Graph, Op, Tensor
-from autopar.solver import stacks as st
+from autopar.solver.correspondence import homes_of
 from autopar.solver.fold import Folded, folded
 from autopar.solver.stacks import Home, Program, Stack
 
@@ -62,7 +62,7 @@ class _Shrinker:
     def __init__(self, f: Folded, segments: Mapping[str, Sequence[int]]) -> None:
         self.f, self.graph = f, f.graph
         self.program = Program(f.graph)
-        self.homes = st.homes_of(self.program, f.stacks)
+        self.homes = homes_of(self.program, f.stacks)
         self.segments = {s.name: tuple(segments.get(s.name, (n,))) for s, n in zip(f.stacks, f.copies, strict=True)}
         outside = self.read_outside()
         self.places = [self.place(s, stack, outside.get(s, set())) for s, stack in enumerate(f.stacks)]

@@ -16,7 +16,7 @@ from autopar import _torch
 from autopar.distributed import presence
 from autopar.errors import MeshError
 from autopar.graph.mesh import Mesh
-from autopar.passes.shard import group_name
+from autopar.passes.sharding.groups import group_name
 
 
 class Groups:

@@ -118,7 +118,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def decide(request: PlanRequest, cluster: Cluster | None, folded: Folded, axes: Mapping[str, int], s: TrainingConfig) -> Plan:
+def make_plan(request: PlanRequest, cluster: Cluster | None, folded: Folded, axes: Mapping[str, int], s: TrainingConfig) -> Plan:
     """The plan for a captured training step. cluster: what to plan for, where no plan is given."""
     if request.plan is not None:
         return storable(refit(request.plan, folded))
@@ -134,7 +134,7 @@ def finished(plan: Plan, folded: Folded) -> Plan:
 
 
 def asked(plan: Plan, request: PlanRequest, cluster: Cluster, folded: Folded, axes: Mapping[str, int], s: TrainingConfig) -> Plan:
-    """`plan` of `decide`, which now answers `explain` and `frontier`."""
+    """`plan` of `make_plan`, which now answers `explain` and `frontier`."""
     mine = within(s, plan) if request.least else s
     return plan.explained_by(
         lambda op, placement: explain_graph(folded, axes, cluster, mine, op, placement, request.limits),

@@ -39,7 +39,7 @@ from autopar.planner.layout import Layout
 from autopar.planner.offload import Offload
 from autopar.planner.precision import Precision
 from autopar.planner.propagate import propagate
-from autopar.planner.request import PlanRequest, asked, decide, following, refuse_other_mesh, training_config
+from autopar.planner.request import PlanRequest, asked, following, make_plan, refuse_other_mesh, training_config
 from autopar.planner.storage import param_choice
 from autopar.runtime.compile_cache import CompileOnce
 from autopar.runtime.init import distribute, materialize
@@ -216,7 +216,7 @@ class Builder:
         decides = not self.planned and any(o.direction == "backward" for o in graph.ops)
         if decides:
             with during("planning", ranks):
-                plan = self.decide(folded, stored, trainable)
+                plan = self.make_plan(folded, stored, trainable)
         else:
             plan = propagate(graph, self.layout or self.following, self.groups.axes, trainable, fixed)
         with during("compile: parameters moving to where the plan has them", ranks):
@@ -234,7 +234,7 @@ class Builder:
         self.planned = self.planned or decides
         return step
 
-    def decide(self, folded: Folded, stored: dict[str, torch.dtype], trainable: frozenset[str]) -> Plan:
+    def make_plan(self, folded: Folded, stored: dict[str, torch.dtype], trainable: frozenset[str]) -> Plan:
         """One rank plans, all apply what it says."""
         request, c = self.config.request, self.config
 
@@ -243,7 +243,7 @@ class Builder:
         s = replace(s, fuses=c.backend == "inductor")
         if self.cluster is not None:
             s = Offload.of(request.offload, self.cluster).within(s, self.cluster)
-        plan = Plan.loads(from_first(self.groups, lambda: dumps(decide(request, self.cluster, folded, self.groups.axes, s))))
+        plan = Plan.loads(from_first(self.groups, lambda: dumps(make_plan(request, self.cluster, folded, self.groups.axes, s))))
         if request.plan is not None or self.cluster is None:
             return plan
         return asked(plan, request, self.cluster, folded, self.groups.axes, s)

@@ -22,7 +22,7 @@ from autopar.errors import AutoparError
 from autopar.graph.calls import nbytes
 from autopar.graph.placement import Placement
 from autopar.kernels.random import EagerRandom
-from autopar.passes.shard import HOLDS
+from autopar.passes.sharding.operators import HOLDS
 from autopar.runtime.step import Step
 from autopar.tensors.memory_format import same_strides
 

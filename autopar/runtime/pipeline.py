@@ -3,7 +3,7 @@
     capture       nn.Module, one call               -> Captured   fx, forward and backward in one, fake tensors at global shapes
     describe      Captured                          -> Graph      torch-free
     fold          Graph                             -> Folded     one copy of every repeated layer, with how many there are
-    decide        Folded, Cluster, mesh             -> Plan       the integer program (`autopar.planner`); or propagate: Graph, Layout -> Plan
+    make_plan     Folded, Cluster, mesh             -> Plan       the integer program (`autopar.planner`); or propagate: Graph, Layout -> Plan
     shard         Captured, Graph, Plan             -> Sharded    fx, local shapes, collectives
     joint passes  Sharded                           -> Sharded    laid out, equal calls once, nothing dead
     partition     Sharded                           -> Parts      forward and backward apart; what is saved between them, what runs again
@@ -31,7 +31,9 @@ from autopar.graph.graph import Graph
 from autopar.passes.manager import joint_passes, overlap, run_passes
 from autopar.passes.offload import offload
 from autopar.passes.partition import Parts, partition
-from autopar.passes.shard import Options, group_names, shard
+from autopar.passes.shard import shard
+from autopar.passes.sharding.emit import Options
+from autopar.passes.sharding.groups import group_names
 from autopar.plan.decisions import CollectiveUse, Decisions
 from autopar.runtime.compile_cache import CompileOnce
 from autopar.runtime.dump import Dump

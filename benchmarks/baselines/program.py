@@ -35,7 +35,8 @@ from autopar.passes.offload import offload
 from autopar.passes.overlap import inputs_of
 from autopar.passes.partition import Parts, partition
 from autopar.passes.recompute import counters, saved_bytes
-from autopar.passes.shard import Options, Sharded, shard
+from autopar.passes.shard import Sharded, shard
+from autopar.passes.sharding.emit import Options
 from autopar.plan.decisions import OFFLOAD
 from autopar.plan.plan import Plan
 from autopar.planner.formulation.overlap_windows import window_of

@@ -78,7 +78,7 @@ def _work(phase: str, victim: bool, how: str, folder: str) -> None:
     if phase == "capture" and victim:
         _at(pipeline, "capture", how)
     if phase == "planning" and victim:
-        _at(build, "from_first" if dist.get_rank() else "decide", how)
+        _at(build, "from_first" if dist.get_rank() else "make_plan", how)
     if phase == "forward" and victim:
         _at(Step, "forward", how)
     if phase == "compilation":

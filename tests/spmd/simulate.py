@@ -27,7 +27,9 @@ from autopar.kernels.random import EagerRandom
 from autopar.passes.manager import joint_passes, run_passes
 from autopar.passes.offload import offload
 from autopar.passes.partition import Parts, partition
-from autopar.passes.shard import Options, group_name, group_names, shard
+from autopar.passes.shard import shard
+from autopar.passes.sharding.emit import Options
+from autopar.passes.sharding.groups import group_name, group_names
 from autopar.plan.plan import Plan
 from autopar.planner.formulation.overlap_windows import window_of
 from autopar.planner.layout import Layout

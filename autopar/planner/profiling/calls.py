@@ -116,7 +116,16 @@ class Calls:
             self.by_flops[dtype] = self.by_flops.get(dtype, 0.0) + home.times * whole
 
     def _module(self, op: Op, home: Home) -> str:
-        return LAYER.sub("*", op.module) if home.stack >= 0 else op.module
+        return self._starred(op.module, home)
+
+    def _starred(self, path: str, home: Home) -> str:
+        """The numbers of repeated layers are starred, also where a part of one is not folded: how many there are depends on the capture."""
+        if home.stack >= 0:
+            return LAYER.sub("*", path)
+        for name in (s.name for s in self.q.stacks):
+            if path.startswith(f"{name}."):
+                return name + LAYER.sub("*", path[len(name) :], count=1)
+        return path
 
     def _stack(self, home: Home) -> str:
         return self.q.stacks[home.stack].name if home.stack >= 0 else ""
@@ -171,7 +180,7 @@ class Calls:
         return found
 
     def _leaf(self, name: str, home: Home) -> str:
-        return LAYER.sub("*", name.split("~")[0]) if home.stack >= 0 else name
+        return self._starred(name.split("~")[0] if home.stack >= 0 else name, home)
 
     def _collectives(
         self,
