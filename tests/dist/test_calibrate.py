@@ -57,7 +57,7 @@ def _children(pid: int) -> list[int]:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
 def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "autopar", "calibrate", "--processes", "2", "--out", "mine.json"]
+    command = [sys.executable, "-m", "autopar", "calibrate", "-v", "--processes", "2", "--out", "mine.json"]
     env = {k: v for k, v in os.environ.items() if k != "RANK"} | {"TMPDIR": str(tmp_path)}
     p = subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
     assert p.stderr is not None
