@@ -46,6 +46,7 @@ from autopar._torch.nodes import (
 from autopar._torch.parameters import hooks_of, set_hooks, swap_parameter
 from autopar._torch.patched import replaced_composites
 from autopar._torch.pickles import restricted_reader
+from autopar._torch.record import recorded
 from autopar._torch.regions import TorchDispatchMode, leave_region, region_of
 
 __all__ = [
@@ -91,6 +92,7 @@ __all__ = [
     "orderly",
     "process_group",
     "pytree",
+    "recorded",
     "region_of",
     "replaced_composites",
     "restricted_reader",

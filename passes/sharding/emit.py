@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar import _torch
 from autopar.capture.capture import Role
@@ -72,11 +71,10 @@ class Emitter:
         full_key = (key, tuple((tuple(v.shape), v.stride(), v.dtype) for v in vals))
         gm = self.traces.get(full_key)
         if gm is None:
-            # make_fx tells its inputs apart by identity, and equal traces share their recorded values: give it fresh ones.
+            # Inputs are told apart by identity, and equal traces share their recorded values: give it fresh ones.
             vals = [_torch.fresh_fake(v, self.mode) for v in vals]
-            with self.mode, torch.device(self.options.device), torch.no_grad(), _torch.compiled_when_called():
-                gm = make_fx(fn, tracing_mode="real", _allow_non_fake_inputs=True)(*vals)
-            _torch.drop_dead_code(gm)
+            with self.mode, torch.device(self.options.device), _torch.compiled_when_called():
+                gm = _torch.recorded(fn, vals)
             self.traces[full_key] = gm
         env: dict[fx.Node, Any] = {}
         inputs = iter(nodes)

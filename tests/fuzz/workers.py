@@ -5,6 +5,7 @@ One line of JSON in: a seed or a program's text, with what to do; one line out. 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -92,6 +93,8 @@ def answer(task: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays
+    gc.set_threshold(100_000, 20, 50)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
