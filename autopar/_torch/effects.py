@@ -158,6 +158,10 @@ def _changed_items(var: Any, owner: Any, source: str) -> tuple[tuple[str, ...] |
         known = {str(k) for k, v in owner.items() if not isinstance(v, torch.Tensor) or str(k) not in changed or _like(v, items, k)}
         changed += [str(k) for k in owner if str(k) not in left]
         return (tuple(changed) or None), tuple(k for k in changed if k not in known)
+    if isinstance(owner, set) and items is not None:  # `self.b = ...` of a buffer that is not persistent adds its name to the set of those
+        keys = [getattr(k, "vt", k) for k in items]
+        if all(k.is_python_constant() for k in keys) and {k.as_python_constant() for k in keys} == owner:
+            return None, ()
     as_long = isinstance(items, list) and isinstance(owner, list) and len(items) == len(owner)
     if as_long and all(v.source is not None and _name_of(v.source) == f"{source}[{i}]" for i, v in enumerate(items)):
         return None, ()

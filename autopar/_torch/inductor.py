@@ -90,11 +90,12 @@ def compile_inner(gm: fx.GraphModule, mode: Any, is_backward: bool) -> tuple[Any
 
     context = TracingContext(mode)
     values = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
-    # Reordering for peak memory would undo the order in which collectives are issued and waited for.
+    # Reordering for peak memory would undo the order in which collectives are issued and waited for. Reductions of different orders in one
+    # kernel silently give wrong gradients of modulated layer norms that share a scale on GPUs (torch 2.10 to 2.13, pytorch/pytorch#193061).
     with (
         tracing(context),
         V.set_fake_mode(mode),
-        config.patch({"reorder_for_peak_memory": False}),
+        config.patch({"reorder_for_peak_memory": False, "triton.mix_order_reduction": False}),
         scatters_before_readers(),
         context.report_output_strides() as found,
     ):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -298,6 +299,7 @@ def capture(
     spec = out_spec
     is_loss = LOSS in _keys(spec)
     _torch.drop_dead_code(gm)
+    _warn_of_checkpointed(gm, roles_out)
     lift_marks(gm)
     plain_windows(gm, mode)
     merge_equal(gm)
@@ -328,6 +330,22 @@ def _refuse_writes(outputs: tuple[Role, ...], call: Call, model: nn.Module) -> N
                 f"forward changes its input {call.paths[r.index] if r.index >= 0 else ''} in place",
                 fix="write x = x + 1 for x.add_(1) in the model, or pass a clone and let forward return what changed",
             )
+
+
+def _warn_of_checkpointed(gm: fx.GraphModule, outputs: tuple[Role, ...]) -> None:
+    """Eager runs a checkpointed region's forward again in backward, and changes its buffers again."""
+    twice = [
+        r.name
+        for r, n in zip(outputs, _torch.results_of(gm.graph), strict=True)
+        if r.kind == "buffer_update" and isinstance(n, fx.Node) and any(_torch.region_of(m)[0] is not None for m in (n, *n.all_input_nodes))
+    ]
+    if twice:
+        more = f" and {len(twice) - 3} more" if len(twice) > 3 else ""
+        warnings.warn(
+            f"buffers {', '.join(map(repr, twice[:3]))}{more} are changed in a checkpointed region: eager changes them once more when the region runs again "
+            "in backward (running statistics move twice a step); a compiled step changes them once",
+            stacklevel=2,
+        )
 
 
 def _refuse_unknown(inputs: tuple[Role, ...], model: nn.Module, notes: _torch.Notes) -> None:

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from tests.fuzz.check import check
+from tests.fuzz.check import Outcome, check
 from tests.fuzz.generate import generate
-from tests.fuzz.settings import Wanted, draw
+from tests.fuzz.settings import Setting, Wanted, draw
 from tests.fuzz.shrink import shrink
 
 PROGRAMS = 250  # a worker's, before a fresh one takes over: what torch caches adds up
@@ -70,15 +70,14 @@ class Worker:
 
 
 def answer(task: dict[str, Any]) -> dict[str, Any]:
-    """Checks one program; where it fails, makes it small if asked to. eager: runs it in eager PyTorch alone."""
+    """Checks one program; where it fails, makes it small if asked to. eager: runs it in eager PyTorch alone. source: this text, under these settings."""
+    if "source" in task:
+        return _told(check(task["source"], [Setting.of(s) for s in task["settings"]]))
     seed = task["seed"]
     program, refused = generate(seed, frozenset(task["without"]))
     settings = [] if task.get("eager") else draw(random.Random(seed), Wanted(**task["wanted"]))
     found = check(program.source, settings)
-    out: dict[str, Any] = {
-        "unfit": found.unfit, "equal": found.equal, "refused": dict(found.refused), "statements": dict(refused), "source": program.source,
-        "settings": [s.as_dict() for s in settings], "seconds": found.seconds,
-    }  # fmt: skip
+    out = _told(found) | {"statements": dict(refused), "source": program.source, "settings": [s.as_dict() for s in settings]}
     if found.failure is not None and found.setting is not None:
         setting = found.setting
         small = program
@@ -88,6 +87,13 @@ def answer(task: dict[str, Any]) -> dict[str, Any]:
         if small is not program:
             failure = check(small.source, [setting]).failure or failure
         out |= {"failure": asdict(failure), "setting": setting.as_dict(), "small": small.source}
+    return out
+
+
+def _told(found: Outcome) -> dict[str, Any]:
+    out: dict[str, Any] = {"unfit": found.unfit, "equal": found.equal, "refused": dict(found.refused), "seconds": found.seconds}
+    if found.failure is not None and found.setting is not None:
+        out |= {"failure": asdict(found.failure), "setting": found.setting.as_dict()}
     return out
 
 

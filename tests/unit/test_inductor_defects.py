@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -53,3 +54,19 @@ def test_what_reads_a_scatter_runs_after_it() -> None:
     got.backward()
     for (n, p), q in zip(one.named_parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(q.grad.full_tensor(), p.grad, rtol=1e-4, atol=1e-5, msg=lambda m, n=n: f"{n}: {m}")
+
+
+def test_reductions_of_different_orders_have_kernels_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs torch 2.10 to 2.13 computes some of them wrong in one kernel (pytorch/pytorch#193061); here it can only be seen that this is switched off."""
+    from torch._inductor import compile_fx, config
+
+    seen, theirs = [], compile_fx.compile_fx_inner
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        seen.append(config.triton.mix_order_reduction)
+        return theirs(*args, **kwargs)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", spy)
+    model = autopar.compile(nn.Linear(3, 2), backend="inductor")
+    model(torch.randn(4, 3)).sum().backward()
+    assert seen == [False, False]

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations as P
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 
 from tests.eager import Act, Net, assert_trains_alike, compiled, seeded, trained, whole
 
@@ -114,6 +115,14 @@ class SetAnew(InPlace):
         return x + self.ema * self.n
 
 
+class SetAnewOfAnotherKind(SetAnew):
+    """Buffers that `state_dict` leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ema", torch.zeros(4), persistent=False)
+
+
 class Aliased(InPlace):
     """A buffer under a second name, and a hook that is a method."""
 
@@ -199,6 +208,7 @@ class Blocks(Net):
     ("build", "left"),
     [
         (OnActivation, None), (InPlace, lambda m: m.ema), (InPlace, lambda m: m.loose), (SetAnew, lambda m: m.ema), (SetAnew, lambda m: m.n),
+        (SetAnewOfAnotherKind, lambda m: m.ema),
         (Aliased, lambda m: m.same), (Temporary, lambda m: m.flag), (Once, lambda m: m.first), (Functions, None), (Blocks, None),
     ],
 )  # fmt: skip
@@ -453,3 +463,23 @@ def test_backward_twice_and_create_graph() -> None:
         loss.backward(create_graph=True)
     for p, q in zip(one.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(whole(q.grad).detach(), p.grad.detach())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda y: self.norm(self.a(y)).square(), x, use_reentrant=False).sum()
+
+
+def test_buffers_of_a_checkpointed_region_change_once_and_that_is_said() -> None:
+    model = seeded(Checkpointed)
+    plain = seeded(Checkpointed)
+    x = torch.randn(8, 4)
+    with pytest.warns(UserWarning, match=r"'norm.running_mean'.* eager changes them once more"):
+        compiled(model)(x).backward()
+    plain.norm(plain.a(x))
+    torch.testing.assert_close(whole(model.norm.running_mean), plain.norm.running_mean)
+    assert int(model.norm.num_batches_tracked) == 1
