@@ -30,7 +30,7 @@ Dim = tuple[str, ...]  # letters, major first; () is a `1`
 
 @dataclass(frozen=True)
 class Factor:
-    """A loop: size, how it reduces where an output lacks it (None: not at all), whether it may be split."""
+    """A loop: size, how it reduces where an output lacks it (None: not at all), whether it may be split (a loop without a turn may not)."""
 
     name: str
     size: int
@@ -113,7 +113,7 @@ def match(line: Line | str, op: Op) -> Rule:
         m = marks.get(x, "")
         reduce = "all" if ":all" in m else "sum" if "+" in m else "max" if ":max" in m else "min" if ":min" in m else None
         everywhere = all(o is None or any(x in d for d in o) for o in outputs)
-        factors[x] = Factor(x, sizes[x], reduce, "!" not in m and (everywhere or reduce is not None), "^" in m)
+        factors[x] = Factor(x, sizes[x], reduce, sizes[x] > 0 and "!" not in m and (everywhere or reduce is not None), "^" in m)
     linear = tuple(frozenset(int(i) for i in alt.split("&")) for alt in line.linear.split("|") if alt)
     linear = tuple(s for s in linear if max(s) < len(present))
     return Rule(factors, tuple(d for d in inputs if d is not None), tuple(outputs), linear, line.kind)

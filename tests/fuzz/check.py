@@ -39,10 +39,11 @@ class Outcome:
     seconds: float = 0.0
 
 
-def check(source: str, settings: Sequence[Setting], reference: Reference | None = None) -> Outcome:
+def check(source: str, settings: Sequence[Setting], reference: Reference | None = None, patience: int = 1) -> Outcome:
+    """patience: how many times as long as a small program a step may take."""
     out, start = Outcome(source), time.perf_counter()
     try:
-        with _limit(SECONDS["aot_eager"]):
+        with _limit(SECONDS["aot_eager"] * patience):
             reference = reference or Reference.of(source)
     except Unfit as e:
         out.unfit = str(e)
@@ -50,7 +51,7 @@ def check(source: str, settings: Sequence[Setting], reference: Reference | None 
     trial = Trial(source)
     for s in settings:
         try:
-            with _limit(SECONDS[s.backend] * (3 if s.layout == "plan" else 1)):
+            with _limit(SECONDS[s.backend] * patience * (3 if s.layout == "plan" else 1)):
                 out.failure = reference.compare(trial.run(s))
         except AutoparError as e:
             out.refused[message_class(e)] += 1

@@ -24,7 +24,7 @@ from tests.fuzz.generate import generate
 from tests.fuzz.settings import Setting, Wanted, draw
 from tests.fuzz.shrink import shrink
 
-PROGRAMS = 250  # a worker's, before a fresh one takes over: what torch caches adds up
+PROGRAMS = 500  # a worker's, before a fresh one takes over: what torch caches adds up
 GRACE_S = 90.0
 
 
@@ -72,7 +72,7 @@ class Worker:
 def answer(task: dict[str, Any]) -> dict[str, Any]:
     """Checks one program; where it fails, makes it small if asked to. eager: runs it in eager PyTorch alone. source: this text, under these settings."""
     if "source" in task:
-        return _told(check(task["source"], [Setting.of(s) for s in task["settings"]]))
+        return _told(check(task["source"], [Setting.of(s) for s in task["settings"]], patience=5))
     seed = task["seed"]
     program, refused = generate(seed, frozenset(task["without"]))
     settings = [] if task.get("eager") else draw(random.Random(seed), Wanted(**task["wanted"]))

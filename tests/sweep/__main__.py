@@ -37,7 +37,7 @@ def main() -> None:
         for head, kind in wanted:
             if time.monotonic() - start > o.seconds:
                 break
-            got = worker.ask({"source": program(head, kind), "settings": [asdict(s) for s in settings]}, 300)
+            got = worker.ask({"source": program(head, kind), "settings": [asdict(s) for s in settings]}, 600)
             if "died" in got:
                 what, text = "died", str(got["died"])
             elif "failure" in got:

@@ -18,9 +18,9 @@ CLASSES: dict[str, list[tuple[float, Production]]] = {}
 # How often a class is drawn.
 WEIGHTS = {
     "pointwise": 10.0, "reduce": 4.0, "matmul": 8.0, "norm": 4.0, "conv": 3.0, "index": 5.0, "softmax": 3.0, "attention": 1.5, "scan": 2.0,
-    "view": 9.0, "inplace": 4.0, "dtypes": 2.0, "blocks": 3.0, "state": 2.0, "factory": 2.0, "random": 0.6, "formats": 1.5, "modules": 1.0,
+    "view": 9.0, "inplace": 4.0, "dtypes": 2.0, "blocks": 3.0, "state": 2.0, "factory": 2.0, "random": 0.6, "formats": 1.5, "modules": 1.0, "samples": 5.0,
 }  # fmt: skip
-_MODULES = ("pointwise", "reduce", "products", "layers", "lookups", "views", "mutation", "blocks")
+_MODULES = ("pointwise", "reduce", "products", "layers", "lookups", "views", "mutation", "blocks", "samples")
 
 
 def production(kind: str, weight: float = 1.0) -> Callable[[Production], Production]:
