@@ -19,6 +19,7 @@ from autopar._torch.effects import Notes, draws_of_numpy, noting
 from autopar._torch.language import no_idle_work, whole_language
 from autopar._torch.nodes import line_of, value_of
 from autopar._torch.regions import open_regions
+from autopar._torch.tokens import EffectError, without_tokens
 
 pytree = torch.utils._pytree
 
@@ -49,7 +50,7 @@ def export_joint(
     g = joint.graph_module
     in_descs = [n.meta["desc"] for n in g.graph.nodes if n.op == "placeholder"]
     out_descs = list(g.graph.output_node().meta["desc"])
-    return g, in_descs, out_descs, joint.out_spec
+    return g, *without_tokens(g, in_descs, out_descs), joint.out_spec
 
 
 class UnknownSize(Exception):
@@ -193,7 +194,7 @@ def explain_capture_failure(e: BaseException) -> tuple[str, str] | None:
     """(what, "file:line in function: source") of an error raised while capturing; None if it is not about capture."""
     from torch._dynamo import exc
 
-    if isinstance(e, UnknownSize):
+    if isinstance(e, (UnknownSize, EffectError)):
         return str(e), e.where
     if isinstance(e, AssertionError) and "RandomValueSource" in str(e):
         return "random numbers of Python's `random` would be drawn once, while capturing", ""

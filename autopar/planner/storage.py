@@ -72,11 +72,11 @@ def param_choice(t: Tensor, compute: Placement, layout: Layout, mesh: Mesh, trai
     used: dict[int, list[str]] = {}
     for parent in tensor:
         dims = {compute.where[c][0] for c in mesh.children(parent) if c in compute.where}
-        if len(dims) == 1 and not (len(t.shape) == 1 and shard):
+        if len(dims) == 1 and t.numel and not (len(t.shape) == 1 and shard):
             (dim,) = dims
             if t.shape[dim] % math.prod(mesh.parents[p] for p in [*used.get(dim, []), parent]) == 0:
                 used.setdefault(dim, []).append(parent)
-    if shard and t.shape:
+    if shard and t.shape and t.numel:
         placed = False
         for dim in [d for d in range(len(t.shape)) if d not in used]:
             if t.shape[dim] % math.prod(mesh.parents[p] for p in shard) == 0:
