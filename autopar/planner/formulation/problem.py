@@ -98,8 +98,7 @@ class Formulator:
                 ]
         for name in dict.fromkeys([*g.outputs, *g.buffer_updates.values()]):
             if name:
-                wire = self.wires.all[self.program.q.group[name]]
-                wire.demands[0][End(self.fixed, (wire.node(Placement.of(g.tensors[name].shape)),))] = None
+                self.wires.demand(g.tensors[name], self.fixed, [Placement.of(g.tensors[name].shape)], 0)
         self.names.value_of = {n: i for i, n in enumerate(self.wires.all)}
         recomputed_calls = [self.rerun(op, segment) for op, segment in reruns]
         values = [self.wires.value(w) for w in self.wires.all.values()]
