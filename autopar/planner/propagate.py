@@ -54,6 +54,7 @@ class _Propagator:
         self.chain: dict[str, tuple[str, list[Op]]] = {}  # tensor -> (parameter, views and casts from it)
         self.grad_param = {v: k for k, v in graph.grads.items()}
         self.survival: dict[tuple[str, int, int, int], bool] = {}
+        self.known_cuts: dict[tuple[str, int, int], set[int]] = {}
         self.repeated: dict[str, float] = {}
 
     # ---- the pass --------------------------------------------------------------------------------------------
@@ -308,7 +309,10 @@ class _Propagator:
 
     def cuts(self, name: str, dim: int, depth: int) -> set[int]:
         """Right strides at which forward consumers, up to the next heavy op, cut dim `dim` of `name` into letters."""
-        out: set[int] = set()
+        out = self.known_cuts.get((name, dim, depth))
+        if out is not None:
+            return out
+        out = self.known_cuts[name, dim, depth] = set()
         if depth == 0:
             return out
         for op in self.consumers[name]:
