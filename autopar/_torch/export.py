@@ -48,6 +48,7 @@ def export_joint(
         open_regions(gm, itertools.count(), None)
         joint = aot_export_joint_with_descriptors(stack, gm, inputs, decompositions=_early_decompositions())
     g = joint.graph_module
+    _refuse_unknown_sizes(g)  # of backward's: the gradient of x[mask] = y
     in_descs = [n.meta["desc"] for n in g.graph.nodes if n.op == "placeholder"]
     out_descs = list(g.graph.output_node().meta["desc"])
     return g, *without_tokens(g, in_descs, out_descs), joint.out_spec

@@ -15,7 +15,16 @@ from torch import fx
 from autopar._torch.nodes import getitem, line_of
 
 _CHECK = torch.ops.aten._linalg_check_errors.default
-_PASSED_ON = ("stack_trace", "seq_nr", "nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "autograd_backward", "ac_graph_id", "recompute")
+_PASSED_ON = (
+    "stack_trace",
+    "seq_nr",
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+    "partitioner_tag",
+    "autograd_backward",
+    "ac_graph_id",
+    "recompute",
+)
 
 
 class EffectError(Exception):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import uuid
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -96,6 +97,14 @@ class Groups:
         self.known[name] = _torch.orderly(name, mine, self.id) if on_cpu else mine
         _torch.alias_process_group(name, self.known[name])
         return name
+
+    def summed(self, t: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+        """`t` added up over the ranks along `axes`. Collective."""
+        wide = self.mesh.sort(tuple(a for a in axes if self.mesh.axis_size(a) > 1))
+        if not wide:
+            return t
+        total: torch.Tensor = _torch.collectives.wait_tensor(_torch.collectives.all_reduce(t.contiguous(), "sum", self.ensure(wide)))
+        return total
 
     def bind(self) -> None:
         """From here on names mean these groups. Another model on a mesh with the same axes and ranks may have groups of its own under them."""

@@ -6,6 +6,7 @@ plan does not cover (other shapes, no gradients) leave parameters where the plan
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import os
@@ -76,6 +77,7 @@ def no_plan() -> AutoparError:
 class Builder:
     def __init__(self, model: nn.Module, device_mesh: DeviceMesh, config: Config) -> None:
         self.model, self.device_mesh, self.config = model, device_mesh, config
+        _torch.dtensors_beside_tensors()
         self.groups = Groups(device_mesh)
         self.mesh = self.groups.mesh
         every = tuple(a.name for a in self.mesh.axes if a.size > 1)
@@ -125,6 +127,12 @@ class Builder:
             "the arguments of autopar.compile": "\n".join(f"{k}={v}" for k, v in said.items()),
             "the plan that was given": "" if w.plan is None else canonical(w.plan),
         }
+
+    def of(self, model: nn.Module) -> Builder:
+        """For a copy of the model: on the same groups, by the same plan."""
+        other = copy.copy(self)
+        other.model, other.opened = model, ""
+        return other
 
     # ---- parameters ------------------------------------------------------------------------------------------
 
@@ -185,6 +193,7 @@ class Builder:
         shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...],
         grad: bool,
         autocast: torch.dtype | None,
+        loss_only: bool,
     ) -> Step:
         """Captures and lowers one kind of call; the first one with a backward makes the plan that the others follow."""
         config = self.config
@@ -192,7 +201,7 @@ class Builder:
         def seen_here() -> tuple[Seen, Facts]:
             found = seen(
                 self.model, call, shapes,
-                loss_fn=config.loss_fn, loss_only=config.outputs == "loss" and self.model.training, grad=grad,
+                loss_fn=config.loss_fn, loss_only=loss_only, grad=grad,
                 cast=config.precision.param, autocast=autocast,
             )  # fmt: skip
             program = "\n".join(f"{count} x {line}" for line, count in found.folded.lines)
@@ -299,16 +308,6 @@ class Builder:
 
     def dtensor(self, local: torch.Tensor, p: Placement) -> DTensor:
         return _torch.dtensor(local, self.device_mesh, dtensor_placements(p, self.mesh), p.shape)
-
-    def tangent(self, grad: torch.Tensor | None, step: Step, index: int) -> torch.Tensor:
-        """The gradient of output `index`, local in the output's placement."""
-        p = step.plan.outputs[index]
-        like = step.tangent_like(index)
-        if grad is None:
-            return torch.zeros(like.shape, dtype=like.dtype, device=self.device)
-        if isinstance(grad, DTensor):
-            grad = grad.redistribute(self.device_mesh, dtensor_placements(p, self.mesh)).to_local()
-        return grad.to(like.dtype)
 
     def gradient(self, name: str, local: torch.Tensor, plan: Plan) -> DTensor:
         """A gradient as the DTensor its parameter wants: without padding."""

@@ -11,28 +11,30 @@ import contextlib
 import itertools
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, overload
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from autopar import _torch
 from autopar.capture.capture import LOSS, Call, Role, off_cache, tensor_named
 from autopar.capture.effects import refuse_global_hooks, set_flags
-from autopar.distributed.failures import begin, during, shared
+from autopar.distributed.failures import during
 from autopar.distributed.shards import cut
 from autopar.errors import AutoparError
 from autopar.plan.plan import Plan
 from autopar.runtime.build import Builder, Config, no_plan
 from autopar.runtime.check import FirstStep, asked
+from autopar.runtime.copies import copied
+from autopar.runtime.eager_calls import is_method_of, run_whole
 from autopar.runtime.gradients import GradSync
 from autopar.runtime.optimizers import watch
-from autopar.runtime.outputs import LossOutput
+from autopar.runtime.outputs import LossOutput, NotComputedError, OutputGiver
 from autopar.runtime.python_state import Content, PythonState, constants_hold, said
+from autopar.runtime.run import Apply, Run, padded_local
 from autopar.runtime.step import Step, StepStats
 from autopar.tensors.memory_format import order_of
 
@@ -58,20 +60,26 @@ class ParallelModule(nn.Module):
 
     def __init__(self, model: nn.Module, device_mesh: DeviceMesh, config: Config) -> None:
         super().__init__()
+        builder = Builder(model, device_mesh, config)
+        builder.distribute()
+        self._join(model, builder, config)
+
+    def _join(self, model: nn.Module, builder: Builder, config: Config) -> None:
         self.__dict__["_parameters"] = model._parameters
         self.__dict__["_buffers"] = model._buffers
         self.__dict__["_modules"] = model._modules
         self.__dict__["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
         self.training = model.training
         self.__dict__["_wrapped"] = model
-        self._builder = Builder(model, device_mesh, config)
-        self._builder.distribute()
+        self._builder = builder
         self._config = config
         self._steps: dict[Any, Step] = {}
         self._kinds: dict[Any, list[_Held]] = {}
         self._state = PythonState(model, config.loss_fn)
         self._checked = -1  # the state whose hooks were looked at
         self._reader = self._builder.reader
+        self._outputs = OutputGiver(self._builder.groups, self._reader, self._builder.device)
+        self._touched = False  # whether a training call's outputs besides the loss were asked for
         self._sync = GradSync(config.grad_accumulation)
         self._seed: int | None = None
         self._calls = 0
@@ -83,21 +91,25 @@ class ParallelModule(nn.Module):
     def forward(self, *args: object, **kwargs: object) -> object:
         kwargs = off_cache(self.__dict__["_wrapped"], kwargs)
         call = Call.of(args, kwargs)
-        grad = self._needs_grad(call)
-        step = self._step_for(call, grad)
+        step = self._step_for(call, self._needs_grad(call))
         with during("forward: local inputs", self._builder.groups.ranks):
-            values = self._values(step, call)
-        diff = [p for p in self.parameters() if p.requires_grad] if grad and step.has_backward else []
-        extra = [t for t in call.tensors if t.requires_grad] if grad else []
-        run = _Run(self, step, values, [n for n, p in self.named_parameters() if p.requires_grad], call)
-        if diff or extra:
-            outputs = _Apply.apply(run, len(diff), *diff, *extra)
-        else:
-            with torch.no_grad():
-                outputs = run.forward()
+            values = self._values(step, call, self._counters)
+        run, outputs = self._run(step, values, call)
         if step.captured.notes.sets:
             set_flags(self.__dict__["_wrapped"], step.captured.notes)
-        return self._pack(step, outputs)
+        return self._pack(run, outputs)
+
+    def _run(
+        self, step: Step, values: dict[Role, torch.Tensor], call: Call, again: bool = False
+    ) -> tuple[Run, tuple[torch.Tensor | None, ...]]:
+        grad = torch.is_grad_enabled()
+        diff = [p for p in self.parameters() if p.requires_grad] if grad and step.has_backward else []
+        extra = [t for t in call.tensors if t.requires_grad] if grad else []
+        run = Run(self, step, values, [n for n, p in self.named_parameters() if p.requires_grad], call, again)
+        if diff or extra:
+            return run, Apply.apply(run, len(diff), *diff, *extra)
+        with torch.no_grad():
+            return run, run.forward()
 
     def _step_for(self, call: Call, grad: bool) -> Step:
         version = self._state.now()
@@ -107,7 +119,8 @@ class ParallelModule(nn.Module):
         autocast = torch.get_autocast_dtype(self._builder.device.type) if torch.is_autocast_enabled(self._builder.device.type) else None
         shapes = self._reader.global_shapes(call)
         formats = tuple((t.requires_grad, order_of(t)) for t in call.tensors)
-        key = (self.training, grad, autocast, call.spec, _hashable(call.constants), shapes, formats)
+        loss_only = self._config.outputs == "loss" and self.training and not self._touched
+        key = (self.training, grad, autocast, call.spec, _hashable(call.constants), shapes, formats, loss_only)
         step = self._held(key, version)
         if step is not None:
             with during("comparing the batches of the ranks", self._builder.groups.ranks):
@@ -117,7 +130,7 @@ class ParallelModule(nn.Module):
             self._reader.check_same(call, force=True)
         was_planned = self._builder.planned
         content = dict(self._state.content)
-        step = self._builder.build(call, shapes, grad, autocast)
+        step = self._builder.build(call, shapes, grad, autocast, loss_only)
         if self._builder.planned and not was_planned:
             self._steps.clear()  # made for parameters that lay elsewhere
             self._kinds.clear()
@@ -142,7 +155,7 @@ class ParallelModule(nn.Module):
                 return h.step
         return None
 
-    def _values(self, step: Step, call: Call) -> dict[Role, torch.Tensor]:
+    def _values(self, step: Step, call: Call, counters: Callable[[], torch.Tensor]) -> dict[Role, torch.Tensor]:
         """A local tensor for every role of the step's graph inputs but tangents."""
         values: dict[Role, torch.Tensor] = {}
         params = dict(self.named_parameters(remove_duplicate=False))
@@ -155,7 +168,7 @@ class ParallelModule(nn.Module):
             elif role.kind == "coordinate":
                 values[role] = self._builder.coordinate(role.name)
             elif role.kind == "seed":
-                values[role] = self._counters()
+                values[role] = counters()
         for a in self._builder.mesh.axes:
             values.setdefault(Role("coordinate", a.name), self._builder.coordinate(a.name))
         for i, (t, p) in enumerate(zip(call.tensors, step.plan.inputs, strict=True)):
@@ -176,21 +189,49 @@ class ParallelModule(nn.Module):
         groups = self._builder.groups
         return FirstStep(step, lambda t, p: cut(t, p, groups.mesh, groups.coordinates), groups.rank)
 
-    def _counters(self) -> torch.Tensor:
-        """(seed, step): torch.manual_seed starts the count again."""
+    def _counters(self, of: int | None = None) -> torch.Tensor:
+        """(seed, step) of a new call, or of an earlier one: torch.manual_seed starts the count again."""
         seed = torch.initial_seed()
         if seed != self._seed:
             self._seed, self._calls = seed, 0
-        counters = torch.tensor([seed % (1 << 62), self._calls], dtype=torch.int64, device=self._builder.device)
-        self._calls += 1
-        return counters
+        if of is None:
+            of, self._calls = self._calls, self._calls + 1
+        return torch.tensor([seed % (1 << 62), of], dtype=torch.int64, device=self._builder.device)
 
-    def _pack(self, step: Step, outputs: tuple[torch.Tensor | None, ...]) -> object:
-        leaves = [step.captured.constants.get(i, o) for i, o in enumerate(outputs)]
-        result = _torch.pytree.tree_unflatten(leaves, step.captured.out_spec)
-        if step.captured.loss_only:
-            return result[LOSS] if self._config.loss_fn is not None else LossOutput(result[LOSS])
+    def _pack(self, run: Run, outputs: tuple[torch.Tensor | None, ...]) -> object:
+        captured = run.step.captured
+        leaves = [captured.constants.get(i, o) for i, o in enumerate(outputs)]
+        result = _torch.pytree.tree_unflatten(leaves, captured.out_spec)
+        if captured.loss_only:
+            return result[LOSS] if self._config.loss_fn is not None else LossOutput(result[LOSS], self._rest(run))
         return result
+
+    def _rest(self, run: Run) -> Callable[[], Any]:
+        """What computes all outputs of a training call that has computed its loss alone: the same call again, with the same random numbers. Later calls then compute
+        them at once."""
+        call, number, before = run.call, self._calls - 1, run.before
+        grad, state = torch.is_grad_enabled(), self._builder.device.type
+        autocast = torch.is_autocast_enabled(state), torch.get_autocast_dtype(state)
+        versions = {n: p._version for n, p in self.named_parameters()}
+
+        def rest() -> Any:
+            self._touched = True
+            changed = next((n for n, p in self.named_parameters() if p._version != versions.get(n)), "")
+            if changed or not self.training:
+                what = f"parameter {changed!r} has changed since that call" if changed else "the model is in evaluation now"
+                raise NotComputedError(
+                    f"the outputs besides the loss are computed when they are first asked for, and {what}",
+                    fix='ask for them before optimizer.step(), or pass outputs="all" to autopar.compile; later calls compute them at once',
+                )
+            with torch.set_grad_enabled(grad), torch.autocast(state, dtype=autocast[1], enabled=autocast[0]):
+                step = self._step_for(call, self._needs_grad(call))
+                with during("outputs that were asked for: local inputs", self._builder.groups.ranks):
+                    values = self._values(step, call, lambda: self._counters(number))
+                values |= {r: before[r.name] for r in values if r.kind == "buffer" and r.name in before}
+                again, outputs = self._run(step, values, call, again=True)
+                return self._pack(again, outputs)
+
+        return rest
 
     def prepare(self, *args: object, **kwargs: object) -> Step:
         """Captures and compiles the step for a call with these arguments, without running it."""
@@ -288,7 +329,18 @@ class ParallelModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["_wrapped"], name)
+            wrapped = self.__dict__["_wrapped"]
+            found = getattr(wrapped, name)
+            return run_whole(wrapped, found) if is_method_of(wrapped, found) else found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """A module of its own on the same mesh, by the same plan, with parameters and buffers of its own."""
+        wrapped = copied(self.__dict__["_wrapped"], memo)
+        other = ParallelModule.__new__(ParallelModule)
+        memo[id(self)] = other
+        nn.Module.__init__(other)
+        other._join(wrapped, self._builder.of(wrapped), self._config)
+        return other
 
     def _check_hooks(self, version: int) -> None:
         own = self._backward_hooks or self._backward_pre_hooks
@@ -312,143 +364,6 @@ class _Held:
     step: Step
     content: Content
     version: int
-
-
-def padded_local(param: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The local shard in the graph's (padded) shape: the storage behind an uneven DTensor shard has room for it."""
-    local = _torch.local_tensor(param).detach() if isinstance(param, DTensor) else param.detach()
-    if tuple(local.shape) == shape:
-        return local
-    pad: list[int] = []
-    for have, want in reversed(list(zip(local.shape, shape, strict=True))):
-        pad += [0, want - have]
-    return torch.nn.functional.pad(local, pad)
-
-
-class _Run:
-    """One call in flight: its local values, and after forward the saved tensors."""
-
-    def __init__(self, module: ParallelModule, step: Step, values: dict[Role, torch.Tensor], diff: list[str], call: Call) -> None:
-        self.module, self.step, self.values, self.diff, self.call = module, step, values, diff, call
-        self.sync = module._sync.enabled
-        self.number = begin(module._builder.groups)
-        self.check = module._first_step(step)
-
-    def forward(self) -> tuple[torch.Tensor | None, ...]:
-        with shared(self.module._builder.groups, self.number, "forward"):
-            if self.check is not None:
-                self.check.forward(self.values, self.wholes)
-            results, self.saved = self.step.forward(self.values)
-            if self.check is not None:
-                self.check.ran(results, self.saved)
-        buffers = dict(self.module.named_buffers(remove_duplicate=False))
-        outputs: list[torch.Tensor | None] = []
-        for role, t in results:
-            if role.kind == "buffer_update" and t is not None:
-                b = buffers[role.name] if role.name in buffers else self.module._attribute(role.name)
-                # Backward reads the value that forward saw.
-                self.saved = [s.clone() if s.data_ptr() == b.data_ptr() else s for s in self.saved]
-                b.copy_(t)
-            elif role.kind == "output":
-                outputs.append(self.wrap(t, role.index))
-        return tuple(outputs)
-
-    def wholes(self) -> dict[Role, torch.Tensor]:
-        """What the captured graph takes, at global shapes; collective."""
-        b, plan = self.module._builder, self.step.plan
-        params = dict(self.module.named_parameters(remove_duplicate=False))
-        out = {}
-        for role in self.step.captured.inputs:
-            if role.kind == "param":
-                p = params[role.name].detach()
-                out[role] = p.full_tensor() if isinstance(p, DTensor) else p
-            elif role.kind == "input" and role in self.values:
-                out[role] = b.dtensor(self.values[role], plan.inputs[role.index]).full_tensor()
-            elif role in self.values and role.kind != "tangent":
-                out[role] = self.values[role]
-        return out
-
-    def tangents(self, values: Mapping[Role, torch.Tensor]) -> dict[Role, torch.Tensor]:
-        """Those of the outputs, at global shapes; collective."""
-        b, places = self.module._builder, self.step.plan.outputs
-        given = [(r, values[r]) for r in self.step.captured.inputs if r.kind == "tangent" and r in values]
-        return {r: t if t.dim() == 0 else b.dtensor(t, places[r.index]).full_tensor() for r, t in given}
-
-    def wrap(self, t: torch.Tensor | None, index: int) -> torch.Tensor | None:
-        if t is None or t.dim() == 0:
-            return t
-        b = self.module._builder
-        p = self.step.plan.outputs[index]
-        return b.dtensor(t, p)
-
-
-class _Apply(torch.autograd.Function):
-    """The step as one node of autograd: DTensor parameters in, losses and DTensor outputs out, DTensor gradients back."""
-
-    @staticmethod
-    def forward(ctx: Any, run: _Run, n_params: int, *tensors: torch.Tensor) -> Any:
-        outputs = run.forward()
-        keep = {r: v for r, v in run.values.items() if r in run.step.base.backward_inputs or r.kind == "coordinate"}
-        ctx.roles = list(keep)
-        ctx.n_saved = len(run.saved)
-        ctx.save_for_backward(*run.saved, *keep.values())
-        run.saved, run.values = [], {}
-        ctx.run, ctx.n_params, ctx.n = run, n_params, len(tensors)
-        tangents = {r.index for r in run.step.captured.inputs if r.kind == "tangent"}  # of outputs that have a gradient
-        ctx.mark_non_differentiable(*[o for i, o in enumerate(outputs) if o is not None and i not in tangents])
-        ctx.set_materialize_grads(False)
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        run: _Run = ctx.run
-        step, module = run.step, run.module
-        tensors = list(ctx.saved_tensors)
-        ctx.maybe_clear_saved_tensors()  # so that each can be freed at its last use
-        saved, values = tensors[: ctx.n_saved], dict(zip(ctx.roles, tensors[ctx.n_saved :], strict=True))
-        del tensors
-        groups = module._builder.groups
-        with during("backward: gradients of outputs", groups.ranks):
-            for role in step.base.backward_inputs:
-                if role.kind == "tangent":
-                    values[role] = module._builder.tangent(grads[role.index], step, role.index)
-        reduces = lambda c: "gradient reduction" if step.reduces_gradients(c) else ""  # noqa: E731
-        check = run.check if module._sync.variant(run.sync) == (True, False) else None
-        with shared(groups, run.number, "backward", reduces), torch.no_grad():
-            if check is not None:
-                check.backward(saved, values, lambda: run.tangents(values))
-            params = module._sync.reduce(step, saved, values, run.sync)
-            if check is not None:
-                check.ran_backward([(r, params.get(r)) for r in step.base.backward_outputs])
-        out: list[torch.Tensor | None] = []
-        for name in run.diff[: ctx.n_params]:
-            local = params.get(Role("grad", name))
-            out.append(None if local is None else module._builder.gradient(name, local, step.plan))
-        with during("backward: gradients of inputs", groups.ranks):
-            for i, t in enumerate(run.call.tensors):
-                if t.requires_grad:
-                    local = params.get(Role("input_grad", "", i))
-                    out.append(None if local is None else module._reader.returned(t, local, step.plan.inputs[i]))
-        if torch.is_grad_enabled():  # create_graph=True
-            found = [g.detach().requires_grad_() for g in out if g is not None]
-            made = iter(_Once.apply(*found) if found else ())
-            out = [None if g is None else next(made) for g in out]
-        return None, None, *out
-
-
-class _Once(torch.autograd.Function):
-    """Gradients that have no gradient themselves: says so where one is asked for."""
-
-    @staticmethod
-    def forward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(g.view_as(g) for g in grads)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        raise AutoparError(
-            "a gradient of gradients through a compiled step (create_graph=True): its backward pass is one graph without a backward of its own",
-            fix="compute a gradient penalty or a Hessian's product on the uncompiled model, or leave that term out of the compiled one",
-        )
 
 
 def _hashable(constants: tuple[Any, ...]) -> tuple[Any, ...]:

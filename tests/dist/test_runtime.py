@@ -146,7 +146,8 @@ def _outputs() -> None:
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
     x2 = x.detach().clone().requires_grad_()
     out = model(x, scale=2.0)
-    assert out["n"] == 3 and isinstance(out["y"], DTensor) and out["y"].placements == (Shard(0),)
+    assert out["n"] == 3 and not isinstance(out["y"], DTensor)
+    torch.testing.assert_close(out["y"], one(x2, scale=2.0)["y"])
     (out["y"] ** 2).sum().backward()
     (one(x2, scale=2.0)["y"] ** 2).sum().backward()
     _assert_gradients(model, one)
@@ -154,17 +155,37 @@ def _outputs() -> None:
     llama, batch = _compiled(mesh), ZOO["llama"].inputs(BATCH, SEQ)
     out = llama(**batch)
     assert out.loss is out["loss"] is out[0] and out.loss.dim() == 0 and not isinstance(out.loss, DTensor)
-    with pytest.raises(autopar.AutoparError, match="outputs="):
-        out.logits  # noqa: B018
+    torch.testing.assert_close(out.logits, _model()(**batch).logits, rtol=1e-4, atol=1e-5)  # computed when it is asked for
+    assert len(llama._steps) == 2 and not llama(**batch).__class__.__name__.startswith("Loss") and len(llama._steps) == 2  # and from then on at once
     everything = _compiled(mesh, outputs="all")(**batch)
-    torch.testing.assert_close(everything.logits.full_tensor(), _model()(**batch).logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(everything.logits, _model()(**batch).logits, rtol=1e-4, atol=1e-5)
     llama.eval()
     with torch.no_grad():
-        torch.testing.assert_close(llama(**batch).logits.full_tensor(), _model().eval()(**batch).logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(llama(**batch).logits, _model().eval()(**batch).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_outputs() -> None:
     run(_outputs, 2)
+
+
+def _local_outputs(layout: str | None) -> None:
+    """Each rank has its own samples and its own loss, as with DDP: gradients are those of the mean over ranks."""
+    torch.manual_seed(0)
+    one = Net()
+    model = autopar.compile(copy.deepcopy(one), _mesh(2), layout=layout, backend="aot_eager", inputs="local", options={"seconds": 5})
+    x, y = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)), torch.arange(8)
+    mine = slice(4 * model.data_rank, 4 * model.data_rank + 4)
+    out = model(x[mine])["y"]
+    torch.testing.assert_close(out, one(x)["y"][mine])
+    (F.cross_entropy(out, y[mine]) + out.square().mean()).backward()
+    whole = one(x)["y"]
+    (F.cross_entropy(whole, y) + whole.square().mean()).backward()
+    _assert_gradients(model, one)
+
+
+@pytest.mark.parametrize("layout", ["ddp", None])
+def test_outputs_of_local_inputs(layout: str | None) -> None:
+    run(_local_outputs, 2, layout)
 
 
 def _frozen() -> None:
