@@ -161,7 +161,7 @@ def test_meshes_in_any_order(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1024}
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, **sizes}))
-    meshes = ("8", "4x2", "4")
+    meshes = ("8", "4x2", "2x4")
     alone = {}
     for mesh in meshes:
         out = tmp_path / f"{mesh}.json"
