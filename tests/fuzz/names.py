@@ -26,7 +26,9 @@ def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.T
     """Bounded, and no two of them near each other."""
     n = math.prod(shape)
     spread = torch.linspace(-1.7, 1.9, max(n, 1), dtype=torch.float64)[:n]
-    return spread[torch.randperm(n, generator=_generator(seed))].float().to(dtype).reshape(shape)
+    return (
+        spread[torch.randperm(n, generator=_generator(seed))].float().to(dtype).reshape(shape).clone()
+    )  # no view: torch says otherwise of views of views
 
 
 def ints(seed: int, high: int, *shape: int) -> torch.Tensor:

@@ -101,10 +101,7 @@ def eager(source: str, dtype: str | None = None, dense: bool = False) -> Result:
     loaded = load(source, dtype)
     model, args, kwargs, tensors = _made(loaded)
     with Dense() if dense else contextlib.nullcontext():
-        with EagerRandom(*SEED) as drawn:
-            out = model(*args, **kwargs)
-        if not drawn.count:  # torch says otherwise of views made under no_grad while such a mode is on
-            model, args, kwargs, tensors = _made(loaded)
+        with EagerRandom(*SEED):
             out = model(*args, **kwargs)
         return _stepped(model, out, tensors)
 
