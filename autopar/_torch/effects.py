@@ -95,8 +95,12 @@ def noting() -> Iterator[Notes]:
 
 
 def _name_of(source: Any) -> str:
-    name = getattr(source, "name", "")
-    return str(name() if callable(name) else name)
+    """dynamo's name of where something comes from; "" of what it has none for."""
+    try:
+        name = getattr(source, "name", "")
+        return str(name() if callable(name) else name)
+    except NotImplementedError:
+        return ""
 
 
 def _effects(side: Any) -> list[Effect]:

@@ -128,6 +128,8 @@ def config_of(model_type: str) -> Any:
 
     kind = CONFIG_MAPPING[model_type]
     made = kind(**shrunk(kind().to_dict()))
+    for part in (made, made.get_text_config()):
+        part.use_cache = False
     for k, v in TOKENS.items():  # heads of sequences want them
         if getattr(made, k, None) is None:
             setattr(made, k, v)
