@@ -1,7 +1,7 @@
 """Private torch APIs: the only room that imports them. It absorbs the differences between versions (torch >= 2.11).
 
 In: what the rest asks for by these names. Out: what torch does. **A private API goes into the file of its subject**: fake tensors (fakes.py), calls of fx graphs (nodes.py),
-dynamo (language.py, effects.py, regions.py), the joint graph of AOTAutograd (export.py), Inductor (inductor.py), process groups and DTensors (distributed.py).
+dynamo (language.py, effects.py, regions.py), the joint graph of AOTAutograd (export.py), Inductor (inductor.py), process groups and DTensors (distributed.py), what DTensors cannot do (dtensors.py), effects in graphs (tokens.py).
 """
 
 from autopar._torch.distributed import (
@@ -10,7 +10,6 @@ from autopar._torch.distributed import (
     default_store,
     default_timeout,
     dtensor,
-    dtensors_beside_tensors,
     is_open,
     local_tensor,
     new_group,
@@ -18,6 +17,7 @@ from autopar._torch.distributed import (
     process_group,
     unalias_process_groups,
 )
+from autopar._torch.dtensors import dtensors_beside_tensors
 from autopar._torch.effects import Effect, Notes, global_module_hooks
 from autopar._torch.export import describe_io, explain_capture_failure, export_joint, pytree, saved_by_min_cut
 from autopar._torch.fakes import check_recorded_values, fake_mode_of, fresh_fake, is_fake, new_fake_mode, storage_of, with_strides

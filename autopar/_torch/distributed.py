@@ -29,49 +29,6 @@ def _is_news(record: logging.LogRecord) -> bool:
 logging.getLogger("torch.distributed.tensor._collective_utils").addFilter(_is_news)
 
 
-def dtensors_beside_tensors() -> None:
-    """From here on DTensors, which parameters and gradients are, work beside plain tensors, as numbers, and under `.data =`.
-
-    In a program whose ranks all compute the same, a plain tensor is the same on each, and so taken for replicated; torch refuses the two together. `.item()`,
-    `float()` and the like of a DTensor are its whole value; torch gives the part that is here (`p.grad.norm().item()` was the norm of a shard). `p.data = t` puts
-    t's values in; torch changes what the DTensor says of itself, and not its shard.
-    """
-    from torch.distributed.tensor import DTensor
-
-    aten = torch.ops.aten
-    dispatcher: Any = DTensor._op_dispatcher
-    dispatcher._allow_implicit_replication = True
-
-    def whole(call: Any, args: Any, kwargs: Any) -> Any:
-        return call(args[0].full_tensor())
-
-    for call in (aten._local_scalar_dense.default, aten._is_any_true.default, aten._is_all_true.default):
-        dispatcher._custom_op_handlers.setdefault(call, whole)
-    if "data" not in vars(DTensor):
-        setattr(DTensor, "data", property(_data, _set_data))  # noqa: B010
-
-
-def _data(t: Any) -> Any:
-    return torch.Tensor.data.__get__(t)  # type: ignore[attr-defined]
-
-
-def _set_data(t: Any, value: torch.Tensor) -> None:
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    if tuple(value.shape) != tuple(t.shape):
-        raise RuntimeError(
-            f"a parameter of shape {tuple(t.shape)} is on a mesh: .data = ... of shape {tuple(value.shape)} cannot be put there"
-        )
-    with torch.no_grad():
-        if isinstance(value, DTensor):
-            there: torch.Tensor = value.redistribute(t.device_mesh, t.placements).detach()
-        else:
-            there = distribute_tensor(value.detach(), t.device_mesh, t.placements, src_data_rank=None)
-        new: Any = there
-        torch.Tensor.data.__set__(t, new)  # type: ignore[attr-defined]
-        t._local_tensor, t._spec = new._local_tensor, new._spec
-
-
 def _registry() -> Any:
     """torch's groups by name. Newer versions want names of a type of their own, a str at run time, that older ones do not have."""
     from torch._C import _distributed_c10d

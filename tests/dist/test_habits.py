@@ -75,8 +75,6 @@ def every(names: list[str], layout: str | None, sizes: tuple[int, ...], backend:
     return {n: outcome(n, layout, mesh, backend) for n in names}
 
 
-# Not equal yet: torch's DTensor refuses what they do (docs/guide.md), or, for Muon, rounds shards of its bfloat16 products otherwise.
-NOT_YET = ("optimizer_rprop", "optimizer_adafactor", "optimizer_muon")
 PART = 4  # the habits are dealt out, so that workers share them
 CASES = [(2, "fsdp"), (2, None), (2, "tp"), (4, "fsdp")]
 
@@ -84,7 +82,7 @@ CASES = [(2, "fsdp"), (2, None), (2, "tp"), (4, "fsdp")]
 @pytest.mark.parametrize("part", range(PART))
 @pytest.mark.parametrize(("processes", "layout"), cases(CASES, [(2, "fsdp")]))
 def test_habits(processes: int, layout: str | None, part: int) -> None:
-    names = [n for n in load() if n not in NOT_YET][part::PART]
+    names = list(load())[part::PART]
     wrong: dict[str, str] = {}
     for found in run(every, processes, names, layout, (processes,), "aot_eager"):
         wrong |= {n: said for n, said in found.items() if said != "equal"}

@@ -50,7 +50,8 @@ def _named(name: str, make: Callable[[Any], Any]) -> None:
         return stepped(prepared, make)
 
     HABITS[f"optimizer_{name}"] = run
-    BOUNDS[f"optimizer_{name}"] = 2e-4 if name in ("adamax", "rprop", "radam", "nadam", "muon") else 1e-4
+    # Muon's iteration runs in bfloat16, which rounds shards' products otherwise than whole ones; with the iteration in float32 they differ by 4e-7.
+    BOUNDS[f"optimizer_{name}"] = 1e-2 if name == "muon" else 2e-4 if name in ("adamax", "rprop", "radam", "nadam") else 1e-4
 
 
 for _name, _make in _optimizers().items():

@@ -1,0 +1,103 @@
+"""What torch's DTensor gets wrong or refuses, and ordinary loops do with parameters and gradients, which are DTensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+
+
+def dtensors_beside_tensors() -> None:
+    """From here on DTensors work beside plain tensors, as numbers, under `.data =`, and in two writes in place that optimizers make.
+
+    In a program whose ranks all compute the same, a plain tensor is the same on each, and so taken for replicated; torch refuses the two together. `.item()`,
+    `float()` and the like of a DTensor are its whole value; torch gives the part that is here (`p.grad.norm().item()` was the norm of a shard). `p.data = t` puts
+    t's values in; torch changes what the DTensor says of itself, and not its shard.
+    """
+    from torch.distributed.tensor import DTensor
+
+    dispatcher: Any = DTensor._op_dispatcher
+    dispatcher._allow_implicit_replication = True
+    handlers = {
+        _aten._local_scalar_dense.default: _whole,
+        _aten._is_any_true.default: _whole,
+        _aten._is_all_true.default: _whole,
+        _aten.index_put_.default: _put,
+        _aten.pow_.Scalar: _power,
+    }
+    for call, handler in handlers.items():
+        dispatcher._custom_op_handlers.setdefault(call, handler)
+    if "data" not in vars(DTensor):
+        setattr(DTensor, "data", property(_data, _set_data))  # noqa: B010
+
+
+def _whole(call: Any, args: Any, kwargs: Any) -> Any:
+    return call(args[0].full_tensor())
+
+
+def _put(call: Any, args: Any, kwargs: Any) -> Any:
+    """`x[mask] = value`: on every shard by itself where the mask lies as x does, else on the whole."""
+    from torch.distributed.tensor import DTensor
+
+    x, indices, value = args[0], args[1], args[2]
+    alone = isinstance(x, DTensor) and len(indices) == 1 and isinstance(indices[0], DTensor) and value.numel() == 1
+    if alone and indices[0].dtype == torch.bool and indices[0].shape == x.shape and not any(p.is_partial() for p in x.placements):
+        mask = indices[0].redistribute(x.device_mesh, x.placements).to_local()
+        call(x._local_tensor, [mask], _plain(value), *args[3:], **kwargs)
+        return x
+    whole = _plain(x)
+    call(whole, [None if i is None else _plain(i) for i in indices], _plain(value), *args[3:], **kwargs)
+    if isinstance(x, DTensor):
+        _write(x, whole)
+    return x
+
+
+def _power(call: Any, args: Any, kwargs: Any) -> Any:
+    """A sum or norm whose parts are on several ranks is added up first."""
+    x = args[0]
+    if any(p.is_partial() for p in x.placements):
+        _write(x, _plain(x).pow(args[1]))
+    else:
+        call(x._local_tensor, args[1])
+    return x
+
+
+def _plain(t: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return t.full_tensor().clone() if isinstance(t, DTensor) else t
+
+
+def _write(x: Any, whole: torch.Tensor) -> None:
+    """Puts `whole` into the DTensor: into its shards, or, where it was Partial, replicated."""
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    placements = tuple(Replicate() if p.is_partial() else p for p in x.placements)
+    there: Any = distribute_tensor(whole, x.device_mesh, placements, src_data_rank=None)
+    if placements == tuple(x.placements):
+        x._local_tensor.copy_(there._local_tensor)
+    else:
+        x._local_tensor, x._spec = there._local_tensor, there._spec
+
+
+def _data(t: Any) -> Any:
+    return torch.Tensor.data.__get__(t)  # type: ignore[attr-defined]
+
+
+def _set_data(t: Any, value: torch.Tensor) -> None:
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if tuple(value.shape) != tuple(t.shape):
+        raise RuntimeError(
+            f"a parameter of shape {tuple(t.shape)} is on a mesh: .data = ... of shape {tuple(value.shape)} cannot be put there"
+        )
+    with torch.no_grad():
+        if isinstance(value, DTensor):
+            there: torch.Tensor = value.redistribute(t.device_mesh, t.placements).detach()
+        else:
+            there = distribute_tensor(value.detach(), t.device_mesh, t.placements, src_data_rank=None)
+        new: Any = there
+        torch.Tensor.data.__set__(t, new)  # type: ignore[attr-defined]
+        t._local_tensor, t._spec = new._local_tensor, new._spec
