@@ -123,14 +123,14 @@ class _Flat(nn.Module):
         if not self.written:
             return self.called(*tensors)
         before = [getattr(self.m.get_submodule(m), n) for m, n in self.written]
+        for (m, n), old in zip(self.written, before, strict=True):
+            setattr(self.m.get_submodule(m), n, old.clone())  # what read it keeps what it read, as in eager
         out = self.called(*tensors)
         for (m, n), old in zip(self.written, before, strict=True):
             owner = self.m.get_submodule(m)
-            new = getattr(owner, n)
-            if new is not old:
-                with torch.no_grad():
-                    old.copy_(new)
-                setattr(owner, n, old)
+            with torch.no_grad():
+                old.copy_(getattr(owner, n))
+            setattr(owner, n, old)
         return out
 
     def called(self, *tensors: torch.Tensor) -> Any:

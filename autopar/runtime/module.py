@@ -340,6 +340,7 @@ class ParallelModule(nn.Module):
         memo[id(self)] = other
         nn.Module.__init__(other)
         other._join(wrapped, self._builder.of(wrapped), self._config)
+        other._seed, other._calls, other._touched = self._seed, self._calls, self._touched
         return other
 
     def _check_hooks(self, version: int) -> None:
