@@ -93,7 +93,7 @@ class ParallelModule(nn.Module):
         call = Call.of(args, kwargs)
         step = self._step_for(call, self._needs_grad(call))
         with during("forward: local inputs", self._builder.groups.ranks):
-            values = self._values(step, call, self._counters)
+            values = self._values(step, call)
         run, outputs = self._run(step, values, call)
         if step.captured.notes.sets:
             set_flags(self.__dict__["_wrapped"], step.captured.notes)
@@ -155,8 +155,8 @@ class ParallelModule(nn.Module):
                 return h.step
         return None
 
-    def _values(self, step: Step, call: Call, counters: Callable[[], torch.Tensor]) -> dict[Role, torch.Tensor]:
-        """A local tensor for every role of the step's graph inputs but tangents."""
+    def _values(self, step: Step, call: Call, counters: Callable[[], torch.Tensor] | None = None) -> dict[Role, torch.Tensor]:
+        """A local tensor for every role of the step's graph inputs but tangents. counters: of random operators, by default those of a new call."""
         values: dict[Role, torch.Tensor] = {}
         params = dict(self.named_parameters(remove_duplicate=False))
         buffers = dict(self.named_buffers(remove_duplicate=False))
@@ -168,7 +168,7 @@ class ParallelModule(nn.Module):
             elif role.kind == "coordinate":
                 values[role] = self._builder.coordinate(role.name)
             elif role.kind == "seed":
-                values[role] = counters()
+                values[role] = (counters or self._counters)()
         for a in self._builder.mesh.axes:
             values.setdefault(Role("coordinate", a.name), self._builder.coordinate(a.name))
         for i, (t, p) in enumerate(zip(call.tensors, step.plan.inputs, strict=True)):
