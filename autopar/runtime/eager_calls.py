@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+from autopar import _torch
 
 
 def run_whole(model: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,7 +26,14 @@ def run_whole(model: nn.Module, method: Callable[..., Any]) -> Callable[..., Any
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
         with whole_parameters(model):
-            return method(*args, **kwargs)
+            out = method(*args, **kwargs)
+        if any(isinstance(t, torch.Tensor) and t.grad_fn is not None for t in _torch.pytree.tree_leaves(out)):
+            warnings.warn(
+                f"{type(model).__name__}.{method.__name__} ran as plain PyTorch, all of it on every rank, and what it returned has gradients: only forward is compiled "
+                "and split over the mesh",
+                stacklevel=2,
+            )
+        return out
 
     return run
 
