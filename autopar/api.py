@@ -47,7 +47,7 @@ def compile(
     example_inputs: arguments of a first call (a dict of keywords, or a tuple), to compile at once instead of at the first step.
     inputs: "global": every rank passes the same whole batch; "local": its own part, the `data_rank`-th of `data_world`. Those two are known at
         once: they are the given plan's or layout's, and all ranks of the mesh where a plan is yet to be made.
-    outputs: "loss": a training call computes the scalar `loss` of the model's output, and the rest when that is first asked for; "all": everything, at once.
+    outputs: "loss": a call computes the scalar `loss` of the model's output, and the rest when that is first asked for; "all": everything, at once.
     plan: a Plan or the path of a plan's file, of this program and mesh. Default: the first training step is planned.
     layout: a hand layout instead: "ddp" | "fsdp" | "tp" | "fsdp+tp" | Layout(...).
     memory: what a plan may use of a device, in bytes; "fastest", as by default: what the device has, less a reserve; "least": the plan of the

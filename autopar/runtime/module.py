@@ -79,7 +79,7 @@ class ParallelModule(nn.Module):
         self._checked = -1  # the state whose hooks were looked at
         self._reader = self._builder.reader
         self._outputs = OutputGiver(self._builder.groups, self._reader, self._builder.device)
-        self._touched = False  # whether a training call's outputs besides the loss were asked for
+        self._touched: set[bool] = set()  # in training (True), in evaluation (False): outputs besides the loss were asked for
         self._sync = GradSync(config.grad_accumulation)
         self._seed: int | None = None
         self._calls = 0
@@ -119,7 +119,7 @@ class ParallelModule(nn.Module):
         autocast = torch.get_autocast_dtype(self._builder.device.type) if torch.is_autocast_enabled(self._builder.device.type) else None
         shapes = self._reader.global_shapes(call)
         formats = tuple((t.requires_grad, order_of(t)) for t in call.tensors)
-        loss_only = self._config.outputs == "loss" and self.training and not self._touched
+        loss_only = self._config.outputs == "loss" and self.training not in self._touched
         key = (self.training, grad, autocast, call.spec, _hashable(call.constants), shapes, formats, loss_only)
         step = self._held(key, version)
         if step is not None:
@@ -207,18 +207,18 @@ class ParallelModule(nn.Module):
         return result
 
     def _rest(self, run: Run) -> Callable[[], Any]:
-        """What computes all outputs of a training call that has computed its loss alone: the same call again, with the same random numbers. Later calls then compute
-        them at once."""
-        call, number, before = run.call, self._calls - 1, run.before
+        """What computes all outputs of a call that has computed its loss alone: the same call again, with the same random numbers. Later calls then compute them at
+        once."""
+        call, number, before, training = run.call, self._calls - 1, run.before, self.training
         grad, state = torch.is_grad_enabled(), self._builder.device.type
         autocast = torch.is_autocast_enabled(state), torch.get_autocast_dtype(state)
         versions = {n: p._version for n, p in self.named_parameters()}
 
         def rest() -> Any:
-            self._touched = True
+            self._touched.add(training)
             changed = next((n for n, p in self.named_parameters() if p._version != versions.get(n)), "")
-            if changed or not self.training:
-                what = f"parameter {changed!r} has changed since that call" if changed else "the model is in evaluation now"
+            if changed or self.training != training:
+                what = f"parameter {changed!r} has changed since that call" if changed else f"train({self.training}) was called since"
                 raise NotComputedError(
                     f"the outputs besides the loss are computed when they are first asked for, and {what}",
                     fix='ask for them before optimizer.step(), or pass outputs="all" to autopar.compile; later calls compute them at once',
@@ -340,7 +340,7 @@ class ParallelModule(nn.Module):
         memo[id(self)] = other
         nn.Module.__init__(other)
         other._join(wrapped, self._builder.of(wrapped), self._config)
-        other._seed, other._calls, other._touched = self._seed, self._calls, self._touched
+        other._seed, other._calls, other._touched = self._seed, self._calls, set(self._touched)
         return other
 
     def _check_hooks(self, version: int) -> None:

@@ -1,4 +1,4 @@
-"""What a call returns: tensors as the caller knows them, and a training call's loss, with the rest computed when it is asked for."""
+"""What a call returns: tensors as the caller knows them, and the loss, with the rest computed when it is asked for."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ class OutputGiver:
 
 
 class NotComputedError(AutoparError, AttributeError, KeyError, IndexError):
-    """A field of the model's output that the training step does not compute."""
+    """A field of the model's output that was not computed with the loss, and no longer can be."""
 
     __str__ = AutoparError.__str__
 
 
 class LossOutput(dict[str, Any]):
-    """A training call's output: the loss is there; what else the model returns is computed when it is first asked for.
+    """A call's output: the loss is there; what else the model returns is computed when it is first asked for.
 
     `.loss`, `["loss"]`, and `[0]` where the model's own output has that.
     """

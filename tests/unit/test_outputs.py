@@ -94,6 +94,27 @@ def test_a_copy_is_a_model_of_its_own() -> None:
     assert float(model.scale) == 2 and float(other.scale) == 4
 
 
+def test_evaluation_computes_the_loss_alone_until_it_is_asked_for_more() -> None:
+    x = torch.randn(6, 4)
+    model, one = compiled(seeded(Both)).eval(), seeded(Both).eval()
+    with torch.no_grad():
+        first, want = model(x), one(x)
+        assert len(model._steps) == 1
+        torch.testing.assert_close(first["loss"], want["loss"])
+        torch.testing.assert_close(first["hidden"], want["hidden"])
+        second, want = model(x), one(x)
+        torch.testing.assert_close(second["hidden"], want["hidden"])
+    torch.testing.assert_close(model.scale, one.scale)
+    with torch.no_grad():
+        late = model(x)
+    model.train()
+    assert late["hidden"].shape == (6, 8)
+    out = model(x)
+    model.eval()
+    with pytest.raises(autopar.AutoparError, match=r"train\(False\) was called since"):
+        out["hidden"]
+
+
 class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
