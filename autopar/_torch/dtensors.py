@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.utils._pytree
 
 _aten = torch.ops.aten
 
@@ -29,8 +30,49 @@ def dtensors_beside_tensors() -> None:
     }
     for call, handler in handlers.items():
         dispatcher._custom_op_handlers.setdefault(call, handler)
+    dispatcher._custom_op_handlers.update(dict.fromkeys((*_WRONG, *_REFUSED), _on_whole))
     if "data" not in vars(DTensor):
-        setattr(DTensor, "data", property(_data, _set_data))  # noqa: B010
+        ours = {"data": property(_data, _set_data), "numpy": _numpy, "tolist": _tolist}
+        for name, attribute in ours.items():
+            setattr(DTensor, name, attribute)
+
+
+# What DTensor silently gets wrong: means over parts in which other numbers of targets are ignored, and products with a part of the kernels.
+_WRONG = (
+    _aten.nll_loss_forward.default,
+    _aten.nll_loss_backward.default,
+    _aten.nll_loss2d_forward.default,
+    _aten.nll_loss2d_backward.default,
+    _aten.convolution.default,
+    _aten.convolution_backward.default,
+)
+
+
+# What it refuses, and loops do to look at weights and gradients.
+_REFUSED = (
+    _aten.masked_select.default,
+    _aten.index.Tensor,
+    _aten.unbind.int,
+    _aten.nonzero.default,
+    _aten._unique2.default,
+    _aten.bincount.default,
+    _aten.histc.default,
+    _aten.allclose.default,
+)
+
+
+def _on_whole(call: Any, args: Any, kwargs: Any) -> Any:
+    """`call` on whole operands, on every rank; what it gives is replicated."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = next(t.device_mesh for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, DTensor))
+    args, kwargs = torch.utils._pytree.tree_map(lambda t: t.full_tensor() if isinstance(t, DTensor) else t, (args, kwargs))
+    same = (Replicate(),) * mesh.ndim
+
+    def replicated(t: Any) -> Any:
+        return DTensor.from_local(t, mesh, same, run_check=False) if isinstance(t, torch.Tensor) else t
+
+    return torch.utils._pytree.tree_map(replicated, call(*args, **kwargs))
 
 
 def _whole(call: Any, args: Any, kwargs: Any) -> Any:
@@ -80,6 +122,14 @@ def _write(x: Any, whole: torch.Tensor) -> None:
         x._local_tensor.copy_(there._local_tensor)
     else:
         x._local_tensor, x._spec = there._local_tensor, there._spec
+
+
+def _numpy(t: Any, *, force: bool = False) -> Any:
+    return t.full_tensor().numpy(force=force)
+
+
+def _tolist(t: Any) -> Any:
+    return t.full_tensor().tolist()
 
 
 def _data(t: Any) -> Any:
