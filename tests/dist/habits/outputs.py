@@ -95,6 +95,22 @@ def lasso_of_norms(prepared: Prepared) -> dict[str, Any]:
 
 
 @habit()
+def penalties_through_weights(prepared: Prepared) -> dict[str, Any]:
+    """Terms that compute with parameters, plain tensors beside them: a clustering loss of embeddings, a smoothness, an orthogonality."""
+    model = prepared(seeded(Words))
+
+    def loss(m: Any, i: int) -> Any:
+        words, up = m.words.weight, m.up.weight
+        clusters = F.cross_entropy(words, torch.where(torch.arange(WORDS) % 3 == 0, -100, torch.arange(WORDS) % 16))
+        smooth = F.conv1d(up.unsqueeze(1), torch.tensor([[[-1.0, 2.0, -1.0]]])).square().mean()
+        orthogonal = (up.t() @ up - torch.eye(up.shape[1])).square().mean()
+        chosen = words[torch.tensor([1, 5, 31])].norm(dim=-1).mean() + up[up > 0].mean()
+        return m(ids(i), labels=ids(i + 3))["loss"] + 0.1 * (clusters + smooth + orthogonal + chosen)
+
+    return trained(model, loss)
+
+
+@habit()
 def samples_weighed(prepared: Prepared) -> dict[str, Any]:
     model = prepared(seeded(Classes))
     weights = torch.linspace(0.1, 2.0, 8)
