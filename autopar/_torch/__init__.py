@@ -44,7 +44,7 @@ from autopar._torch.nodes import (
     results_of,
     without_dead_code,
 )
-from autopar._torch.parameters import hooks_of, set_hooks, swap_parameter
+from autopar._torch.parameters import hooks_of, move_parameter, set_hooks
 from autopar._torch.patched import replaced_composites
 from autopar._torch.pickles import restricted_reader
 from autopar._torch.record import recorded
@@ -89,6 +89,7 @@ __all__ = [
     "leave_region",
     "line_of",
     "local_tensor",
+    "move_parameter",
     "new_fake_mode",
     "new_group",
     "orderly",
@@ -102,7 +103,6 @@ __all__ = [
     "saved_by_min_cut",
     "set_hooks",
     "storage_of",
-    "swap_parameter",
     "unalias_process_groups",
     "with_strides",
     "without_dead_code",

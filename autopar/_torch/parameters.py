@@ -23,8 +23,6 @@ def set_hooks(t: torch.Tensor, hooks: tuple[Any, Any]) -> None:
         t._backward_hooks = before
 
 
-def swap_parameter(p: torch.Tensor, new: torch.Tensor) -> None:
-    """`p` becomes `new` in place, and keeps its own hooks (a swap moves them away with the autograd state)."""
-    hooks = hooks_of(p)
-    torch.utils.swap_tensors(p, new)
-    set_hooks(p, hooks)
+def move_parameter(p: Any, there: Any) -> None:
+    """The DTensor `p` lies as `there`, of the same values, does. In place: what autograd recorded of `p` stays, and so do its hooks."""
+    p._local_tensor, p._spec = there._local_tensor, there._spec

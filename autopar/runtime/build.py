@@ -180,8 +180,7 @@ class Builder:
                 there = here.redistribute(self.device_mesh, want)
                 local = laid(_torch.local_tensor(there), order_of(p))  # which a redistribution of DTensor's leaves contiguous
                 there = _torch.dtensor(local, self.device_mesh, want, tuple(p.shape), order_of(p))
-                moved = nn.Parameter(there, requires_grad=p.requires_grad)
-            _torch.swap_parameter(p, moved)
+            _torch.move_parameter(p, there)
             if isinstance(grad, DTensor):
                 p.grad = grad.redistribute(self.device_mesh, want)
 
