@@ -70,7 +70,7 @@ def main() -> None:
     one = model_of("resnet", False, width=a.width, depth=a.depth)
     one = one.to(memory_format=torch.channels_last) if a.format == "channels_last" else one
     inputs = batch(a)
-    ours = autopar.compile(copy.deepcopy(one), backend=a.backend, optimizer="sgd")
+    ours = autopar.compile(copy.deepcopy(one), backend=a.backend, optimizer="sgd-momentum")
     theirs: nn.Module = copy.deepcopy(one)
     compiled = torch.compile(theirs, backend=a.backend)
     steps = {

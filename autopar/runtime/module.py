@@ -34,7 +34,7 @@ from autopar.runtime.gradients import GradSync
 from autopar.runtime.optimizers import watch
 from autopar.runtime.outputs import LossOutput, NotComputedError, OutputGiver
 from autopar.runtime.python_state import Content, PythonState, constants_hold, said
-from autopar.runtime.run import Apply, Run, padded_local
+from autopar.runtime.run import Apply, Run, Tensors, padded_local
 from autopar.runtime.step import Step, StepStats
 from autopar.tensors.memory_format import order_of
 
@@ -92,22 +92,23 @@ class ParallelModule(nn.Module):
         kwargs = off_cache(self.__dict__["_wrapped"], kwargs)
         call = Call.of(args, kwargs)
         step = self._step_for(call, self._needs_grad(call))
+        tensors = Tensors.of(self)
         with during("forward: local inputs", self._builder.groups.ranks):
-            values = self._values(step, call)
-        run, outputs = self._run(step, values, call)
+            values = self._values(step, call, tensors)
+        run, outputs = self._run(step, values, call, tensors)
         if step.captured.notes.sets:
             set_flags(self.__dict__["_wrapped"], step.captured.notes)
         return self._pack(run, outputs)
 
     def _run(
-        self, step: Step, values: dict[Role, torch.Tensor], call: Call, again: bool = False
+        self, step: Step, values: dict[Role, torch.Tensor], call: Call, tensors: Tensors, again: bool = False
     ) -> tuple[Run, tuple[torch.Tensor | None, ...]]:
         grad = torch.is_grad_enabled()
-        diff = [p for p in self.parameters() if p.requires_grad] if grad and step.has_backward else []
+        trained = tensors.trained if grad and step.has_backward else {}
         extra = [t for t in call.tensors if t.requires_grad] if grad else []
-        run = Run(self, step, values, [n for n, p in self.named_parameters() if p.requires_grad], call, again)
-        if diff or extra:
-            return run, Apply.apply(run, len(diff), *diff, *extra)
+        run = Run(self, step, values, list(trained), call, tensors.buffers, again)
+        if trained or extra:
+            return run, Apply.apply(run, len(trained), *trained.values(), *extra)
         with torch.no_grad():
             return run, run.forward()
 
@@ -155,11 +156,13 @@ class ParallelModule(nn.Module):
                 return h.step
         return None
 
-    def _values(self, step: Step, call: Call, counters: Callable[[], torch.Tensor] | None = None) -> dict[Role, torch.Tensor]:
+    def _values(
+        self, step: Step, call: Call, tensors: Tensors | None = None, counters: Callable[[], torch.Tensor] | None = None
+    ) -> dict[Role, torch.Tensor]:
         """A local tensor for every role of the step's graph inputs but tangents. counters: of random operators, by default those of a new call."""
         values: dict[Role, torch.Tensor] = {}
-        params = dict(self.named_parameters(remove_duplicate=False))
-        buffers = dict(self.named_buffers(remove_duplicate=False))
+        tensors = tensors or Tensors.of(self)
+        params, buffers = tensors.params, tensors.buffers
         for role in {*step.base.forward_inputs, *step.base.backward_inputs}:
             if role.kind == "param":
                 values[role] = padded_local(params[role.name], step.plan.params[role.name].storage.local_shape(step.plan.mesh))
@@ -225,10 +228,11 @@ class ParallelModule(nn.Module):
                 )
             with torch.set_grad_enabled(grad), torch.autocast(state, dtype=autocast[1], enabled=autocast[0]):
                 step = self._step_for(call, self._needs_grad(call))
+                tensors = Tensors.of(self)
                 with during("outputs that were asked for: local inputs", self._builder.groups.ranks):
-                    values = self._values(step, call, lambda: self._counters(number))
+                    values = self._values(step, call, tensors, lambda: self._counters(number))
                 values |= {r: before[r.name] for r in values if r.kind == "buffer" and r.name in before}
-                again, outputs = self._run(step, values, call, again=True)
+                again, outputs = self._run(step, values, call, tensors, again=True)
                 return self._pack(again, outputs)
 
         return rest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +36,22 @@ class Caller(Protocol):
     def _first_step(self, step: Step) -> FirstStep | None: ...
 
 
+@dataclass(frozen=True)
+class Tensors:
+    """A module's parameters and buffers by all their names, found once a call. trained: those that want a gradient, each once."""
+
+    params: dict[str, nn.Parameter]
+    buffers: dict[str, torch.Tensor]
+    trained: dict[str, nn.Parameter]
+
+    @staticmethod
+    def of(module: nn.Module) -> Tensors:
+        params = dict(module.named_parameters(remove_duplicate=False))
+        once = {id(p): n for n, p in reversed(params.items())}  # the first of several names
+        trained = {n: p for n, p in params.items() if p.requires_grad and once[id(p)] == n}
+        return Tensors(params, dict(module.named_buffers(remove_duplicate=False)), trained)
+
+
 def padded_local(param: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """The local shard in the graph's (padded) shape: the storage behind an uneven DTensor shard has room for it."""
     local = _torch.local_tensor(param).detach() if isinstance(param, DTensor) else param.detach()
@@ -50,9 +67,17 @@ class Run:
     """One call in flight: its local values, and after forward the saved tensors. again: of a call that ran before, so buffers stay as they are."""
 
     def __init__(
-        self, module: Caller, step: Step, values: dict[Role, torch.Tensor], diff: list[str], call: Call, again: bool = False
+        self,
+        module: Caller,
+        step: Step,
+        values: dict[Role, torch.Tensor],
+        diff: list[str],
+        call: Call,
+        buffers: Mapping[str, torch.Tensor],
+        again: bool = False,
     ) -> None:
         self.module, self.step, self.values, self.diff, self.call, self.again = module, step, values, diff, call, again
+        self.buffers = buffers
         self.before: dict[str, torch.Tensor] = {}  # buffers that forward changes, as they were
         self.sync = module._sync.enabled
         self.number = begin(module._builder.groups)
@@ -65,15 +90,15 @@ class Run:
             results, self.saved = self.step.forward(self.values)
             if self.check is not None:
                 self.check.ran(results, self.saved)
-        buffers = dict(self.module.named_buffers(remove_duplicate=False))
+        buffers, saved = self.buffers, {s.data_ptr() for s in self.saved}
         outputs: list[torch.Tensor | None] = []
         for role, t in results:
             if role.kind == "buffer_update" and t is not None:
                 if self.again:
                     continue
                 b = buffers[role.name] if role.name in buffers else self.module._attribute(role.name)
-                # Backward reads the value that forward saw.
-                self.saved = [s.clone() if s.data_ptr() == b.data_ptr() else s for s in self.saved]
+                if b.data_ptr() in saved:  # backward reads the value that forward saw
+                    self.saved = [s.clone() if s.data_ptr() == b.data_ptr() else s for s in self.saved]
                 if self.step.captured.loss_only:
                     self.before[role.name] = b.clone()
                 b.copy_(t)
@@ -112,7 +137,7 @@ class Apply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Run, n_params: int, *tensors: torch.Tensor) -> Any:
         outputs = run.forward()
-        keep = {r: v for r, v in run.values.items() if r in run.step.base.backward_inputs or r.kind == "coordinate"}
+        keep = {r: v for r, v in run.values.items() if r in run.step.read_by_backward or r.kind == "coordinate"}
         ctx.roles = list(keep)
         ctx.n_saved = len(run.saved)
         ctx.save_for_backward(*run.saved, *keep.values())

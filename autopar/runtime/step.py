@@ -46,6 +46,7 @@ class Step:
         self.dump.text("plan", plan.text() + "\n")
         parts, self.collectives = self.parts(True, False)
         self.base = parts
+        self.read_by_backward = frozenset(parts.backward_inputs)
         self.plan = replace(plan, collectives=self.collectives)
         places = [n for n in parts.forward.graph.nodes if n.op == "placeholder"]
         self.dtypes = {r: n.meta["val"].dtype for r, n in zip(parts.forward_inputs, places, strict=True)}
