@@ -44,7 +44,7 @@ def main() -> int:
             rows = [compared(case, trees, a.seq, a.seconds, a.rounds) for case in a.case or [c for c in CASES if "points=" not in c]]
         finally:
             subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", str(then)], check=True)
-    write(a.out, f"python -m benchmarks.before_after --before {a.before}", {"before": a.before, "seq": a.seq, "rows": rows})
+    write(a.out, "python -m benchmarks.before_after", {"before": a.before, "seq": a.seq, "rows": rows})
     return 0 if all(r["same"] or "time" in r["stopped_by"] for r in rows) else 1
 
 
