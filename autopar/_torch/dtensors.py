@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.utils._pytree
 
+from autopar._torch.parameters import move_parameter
+
 _aten = torch.ops.aten
 
 
@@ -121,7 +123,7 @@ def _write(x: Any, whole: torch.Tensor) -> None:
     if placements == tuple(x.placements):
         x._local_tensor.copy_(there._local_tensor)
     else:
-        x._local_tensor, x._spec = there._local_tensor, there._spec
+        move_parameter(x, there)
 
 
 def _numpy(t: Any, *, force: bool = False) -> Any:
@@ -148,6 +150,5 @@ def _set_data(t: Any, value: torch.Tensor) -> None:
             there: torch.Tensor = value.redistribute(t.device_mesh, t.placements).detach()
         else:
             there = distribute_tensor(value.detach(), t.device_mesh, t.placements, src_data_rank=None)
-        new: Any = there
-        torch.Tensor.data.__set__(t, new)  # type: ignore[attr-defined]
-        t._local_tensor, t._spec = new._local_tensor, new._spec
+        torch.Tensor.data.__set__(t, there)  # type: ignore[attr-defined]
+        move_parameter(t, there)

@@ -70,7 +70,7 @@ def _mark(gm: fx.GraphModule, info: Any) -> None:
         return
     graph, value, flags = gm.graph, made.meta["val"], info.meta["val"]
     readers = list(made.users)
-    last = info if info in list(gm.graph.nodes)[list(gm.graph.nodes).index(made) :] else made
+    last = max(made, info)  # nodes compare by where they stand
     with graph.inserting_after(last):
         fine = graph.call_function(torch.ops.aten.eq.Scalar, (info, 0))
     nodes, shape = [fine], [*flags.shape, *[1] * (value.dim() - flags.dim())]
