@@ -53,8 +53,8 @@ def is_open(group: Any) -> bool:
     return group in _world.pg_map
 
 
-def new_group(ranks: list[int], name: str, timeout: Any) -> Any:
-    """A group of `ranks`, this process among them, under a name that no other group of the job has; collective over `ranks` alone.
+def new_group(ranks: list[int], name: str, timeout: Any, backend: str | None = None) -> Any:
+    """A group of `ranks`, this process among them, under a name that no other group of the job has; collective over `ranks` alone. backend: default: the job's.
 
     torch.distributed.new_group wants all processes of the job, and takes names from counters of each process: those of two halves of a job
     that make groups by themselves would be the same names in one store.
@@ -64,12 +64,12 @@ def new_group(ranks: list[int], name: str, timeout: Any) -> Any:
 
     world = dist.group.WORLD
     assert world is not None
-    backend, store = _world.pg_map[world]
-    backend = dist.Backend(backend)
-    timeout = _get_default_timeout(backend) if timeout is None else timeout
-    device = world.bound_device_id
+    ours, store = _world.pg_map[world]
+    kind = dist.Backend(ours if backend is None else backend)
+    timeout = _get_default_timeout(kind) if timeout is None else timeout
+    device = world.bound_device_id if backend is None else None
     make: Any = _new_process_group_helper  # see `_registry`
-    made, _ = make(len(ranks), ranks.index(dist.get_rank()), ranks, backend, store, name, timeout=timeout, device_id=device)
+    made, _ = make(len(ranks), ranks.index(dist.get_rank()), ranks, kind, store, name, timeout=timeout, device_id=device)
     _world.pg_group_ranks[made] = {r: i for i, r in enumerate(ranks)}
     return made
 

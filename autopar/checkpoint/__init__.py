@@ -1,9 +1,11 @@
 """Checkpoints of a run: what `autopar.checkpoint.save` and `load` write and read, and models as safetensors.
 
 In: a module and an optimizer, on any mesh. Out: files that another mesh, or one process, reads. `dcp.py` has the order in which a save makes itself whole,
-`place.py` says what it needs of a file system: **add one there**; `safetensors.py` reads and writes Hugging Face's format.
+`background.py` what is written beside training,
+`place.py` what it needs of a file system: **add one there**; `ranks.py` what ranks do together; `safetensors.py` reads and writes Hugging Face's format.
 """
 
+from autopar.checkpoint.background import Saving
 from autopar.checkpoint.dcp import load, save
 
-__all__ = ["load", "save"]
+__all__ = ["Saving", "load", "save"]

@@ -2,15 +2,18 @@
 
     save(path, model, optimizer, step=..., extra=...)         load(path, model, optimizer) -> {"step", "extra"}
 
+`save(..., wait=False)` returns once every rank has copied its shards to host memory; the rest is done by a thread (`background.py`), in the same order.
+
 Every rank writes its shards; a checkpoint saved on one mesh loads on another or on one process, the tensors equal byte for byte. The
 manifest names every tensor with shape and dtype, and every file with its length and CRC-32, so that a checkpoint of another model and a damaged
 one are refused, by name, before any tensor is touched. To check the sums, all files are read once more than loading needs, each by one rank.
 
     path/autopar.json                    the manifest
     path/autopar-<id>/.metadata, *.distcp    what DCP wrote, in a folder of this save alone
+    path/autopar-<id>/autopar.json       the manifest of an earlier checkpoint that is kept
 
 A save over an earlier checkpoint leaves that one as it is until the new one is whole: it writes into a folder of its own, then puts its manifest in the place of the
-earlier one's, in one step, and only then removes what that one named. One that is cut short is never named by a manifest, and the next
+earlier one's, in one step, and only then removes what that one named and what it kept, but for what the new manifest keeps. One that is cut short is never named by a manifest, and the next
 save removes what it left. A folder without a manifest is a first save that was cut short.
 
 Nothing executable is read: DCP's own index is a pickle, and it is opened with an unpickler that knows only DCP's plain record types. The
@@ -27,9 +30,8 @@ import os
 import re
 import uuid
 import zlib
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from collections.abc import Iterable
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -38,9 +40,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autopar import _torch
+from autopar.checkpoint import background
+from autopar.checkpoint.background import Saving
+from autopar.checkpoint.contents import groups_of, kind_of, load_groups, make_state, model_tensors, optimizer_numbers, optimizer_tensors
 from autopar.checkpoint.place import Place, place_of
-from autopar.distributed import presence
-from autopar.distributed.failures import during, is_of_others
+from autopar.checkpoint.ranks import gather, meet, my_part, rank, together
+from autopar.distributed.failures import during
 from autopar.errors import CheckpointError
 
 FORMAT = 2
@@ -51,8 +56,6 @@ DATA = re.compile(r"autopar-[0-9a-f]{32}")  # folders of one save
 READ_BYTES = 1 << 24
 EARLIER = "load an earlier checkpoint"
 
-T = TypeVar("T")
-
 
 class Resumed(TypedDict):
     """What `save` was told besides the model: `step`, and `extra` as JSON gives it back."""
@@ -62,21 +65,37 @@ class Resumed(TypedDict):
 
 
 def save(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, *, step: int | None = None, extra: object = None
-) -> None:
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    step: int | None = None,
+    extra: object = None,
+    keep: int = 1,
+    wait: bool = True,
+) -> Saving:
     """Writes parameters, buffers, optimizer state, random counters, `step` and `extra` (anything JSON can hold, e.g. a scheduler's
     state_dict) into the folder `path`, or a URL that fsspec knows. Collective: every rank calls it.
 
     An earlier checkpoint there stays whole until this one is, so there must be room for both.
+
+    keep: how many checkpoints stay in `path`, this one among them; `load(..., step=)` reads an earlier one.
+    wait: False: returns once this rank's shards are copied to host memory, and writes them beside training. What is saved is what there was at the
+        call. What the write raises is raised by `.wait()` of what this returns, or else by the next `save` or `load`. Wait before the program ends,
+        or destroys its process group.
+
+    Raises CheckpointError, on all ranks, where it fails on one.
     """
+    if keep < 1:
+        raise CheckpointError(f"keep={keep}: a save keeps at least itself", fix="pass keep=1 or more")
     with during("checkpoint save"):
-        _save(place_of(path), model, optimizer, step, extra)
+        return _save(place_of(path), model, optimizer, step, extra, keep, wait)
 
 
-def _save(place: Place, model: nn.Module, optimizer: Optimizer | None, step: int | None, extra: object) -> None:
-    tensors = _model_tensors(model)
+def _save(place: Place, model: nn.Module, optimizer: Optimizer | None, step: int | None, extra: object, keep: int, wait: bool) -> Saving:
+    tensors = model_tensors(model)
     if optimizer is not None:
-        tensors.update(_optimizer_tensors(model, optimizer))
+        tensors.update(optimizer_tensors(model, optimizer))
 
     rng_state = getattr(model, "rng_state", None)  # a compiled model's
 
@@ -87,9 +106,9 @@ def _save(place: Place, model: nn.Module, optimizer: Optimizer | None, step: int
             "extra": extra,
             "rng": None if rng_state is None else rng_state(),
             "optimizer": None if optimizer is None else type(optimizer).__name__,
-            "groups": [] if optimizer is None else _groups(model, optimizer),
-            "numbers": {} if optimizer is None else _optimizer_numbers(model, optimizer),
-            "tensors": {n: _kind(t) for n, t in tensors.items()},
+            "groups": [] if optimizer is None else groups_of(model, optimizer),
+            "numbers": {} if optimizer is None else optimizer_numbers(model, optimizer),
+            "tensors": {n: kind_of(t) for n, t in tensors.items()},
         }
         try:
             manifest = json.loads(json.dumps(manifest))
@@ -98,38 +117,72 @@ def _save(place: Place, model: nn.Module, optimizer: Optimizer | None, step: int
         return manifest
 
     def begin() -> str:
-        if _rank() != 0:
+        if rank() != 0:
             return ""
         place.make()
         _clean(place)
         return f"autopar-{uuid.uuid4().hex}"
 
+    meet()
+    together(background.settle, place)
+    manifest = together(describe, place)
+    name = gather(together(begin, place))[0]
+    if wait:
+        _write(place, name, tensors, manifest, keep, None)
+        return Saving()
+    group = background.group(name)
+    copies = together(lambda: background.staged(tensors), place)
+
+    def work() -> None:
+        with during("checkpoint save"):
+            _write(place, name, copies, manifest, keep, group)
+
+    return background.start(work)
+
+
+def _write(
+    place: Place, name: str, tensors: dict[str, torch.Tensor], manifest: dict[str, Any], keep: int, group: dist.ProcessGroup | None
+) -> None:
+    """name: of the folder of this save; group: of all ranks."""
+    data = place.inside(name)
+
     def write() -> None:
-        dcp.save(dict(tensors), checkpoint_id=data.id, no_dist=not dist.is_initialized())
+        dcp.save(dict(tensors), checkpoint_id=data.id, process_group=group, no_dist=not dist.is_initialized())
 
     def commit() -> None:
         manifest["data"] = name
         manifest["files"] = {n: s for found in sums for n, s in found.items()}
-        if _rank() == 0:
+        if rank() == 0:
             manifest["replaces"] = _flat_files(place)
+            manifest["earlier"] = _kept(place, keep - 1)
             data.settle()
             place.put(MANIFEST, json.dumps(manifest).encode())
             with contextlib.suppress(Exception):  # the next save tries again
                 _clean(place)
 
-    _meet()
-    manifest = together(describe, place)
-    name = _gather(together(begin, place))[0]
-    data = place.inside(name)
     try:
-        together(write, place)
-        sums = _gather(together(lambda: {n: _sum(data, n) for n in _my_part(sorted(_read_index(data)))}, place))
-        together(commit, place)
+        together(write, place, group)
+        sums = gather(together(lambda: {n: _sum(data, n) for n in my_part(sorted(_read_index(data)))}, place, group), group)
+        together(commit, place, group)
     except BaseException:
-        if _rank() == 0:
+        if rank() == 0:
             with contextlib.suppress(Exception):
                 _clean(place)
         raise
+
+
+def _kept(place: Place, n: int) -> list[dict[str, Any]]:
+    """The last `n` checkpoints that are there, the newest first: their steps and folders. The newest one's manifest, which is about to be replaced, is put into its
+    folder."""
+    if n == 0 or not place.has(MANIFEST):
+        return []
+    with place.open(MANIFEST) as f:
+        text = f.read()
+    last = json.loads(text)
+    if last["format"] != FORMAT:
+        return []
+    place.inside(last["data"]).put(MANIFEST, text)
+    return [{"step": last["step"], "data": last["data"]}, *last.get("earlier", [])][:n]
 
 
 def _clean(place: Place) -> None:
@@ -142,8 +195,9 @@ def _clean(place: Place) -> None:
         except (ValueError, TypeError):
             return
     gone = _of_dcp(used["replaces"]) if used.get("format") == FORMAT else []
+    stays = {used.get("data"), *(e["data"] for e in used.get("earlier", []))}
     for name in place.names():
-        if (DATA.fullmatch(name) and name != used.get("data")) or name in gone or name == f"{MANIFEST}.tmp":
+        if (DATA.fullmatch(name) and name not in stays) or name in gone or name == f"{MANIFEST}.tmp":
             place.remove(name)
 
 
@@ -161,20 +215,25 @@ def _of_dcp(names: Iterable[str]) -> list[str]:
     return [n for n in names if n == INDEX or re.fullmatch(r"[\w.-]+\.distcp", n)]
 
 
-def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> Resumed:
+def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, *, step: int | None = None) -> Resumed:
     """Fills `model` (and `optimizer`) in place from the folder or URL `path`; returns {"step", "extra"}. Collective.
 
-    Raises CheckpointError for a checkpoint of another model (with the names), an incomplete or a damaged one (with the tensors it damages).
+    step: of an earlier checkpoint that `save(..., keep=)` has kept; default: the last one.
+
+    Raises CheckpointError for a checkpoint of another model (with the names), an incomplete or a damaged one (with the tensors it damages), and for a
+    step that is not there (with those that are). A save that is still written is waited for first, and its error raised.
     """
     with during("checkpoint load"):
-        return _load(place_of(path), model, optimizer)
+        return _load(place_of(path), model, optimizer, step)
 
 
-def _load(place: Place, model: nn.Module, optimizer: Optimizer | None) -> Resumed:
+def _load(place: Place, model: nn.Module, optimizer: Optimizer | None, step: int | None) -> Resumed:
     def check() -> tuple[dict[str, Any], Place]:
         manifest = _read_manifest(place)
+        if step is not None and manifest["step"] != step:
+            manifest = _earlier(place, manifest, step)
         saved = manifest["tensors"]
-        _compare({n: v for n, v in saved.items() if n.startswith("model.")}, _model_tensors(model), place)
+        _compare({n: v for n, v in saved.items() if n.startswith("model.")}, model_tensors(model), place)
         if optimizer is not None:
             _compare_optimizer(model, optimizer, manifest, place)
         data = place if manifest["format"] == FLAT else place.inside(manifest["data"])
@@ -182,101 +241,22 @@ def _load(place: Place, model: nn.Module, optimizer: Optimizer | None) -> Resume
         return manifest, data
 
     def read() -> None:
-        tensors = _model_tensors(model)
+        tensors = model_tensors(model)
         if optimizer is not None:
-            _make_state(model, optimizer, manifest)
-            tensors.update(_optimizer_tensors(model, optimizer))
+            make_state(model, optimizer, manifest)
+            tensors.update(optimizer_tensors(model, optimizer))
         dcp.load(tensors, checkpoint_id=data.id, storage_reader=_torch.restricted_reader(data.id), no_dist=not dist.is_initialized())
         if optimizer is not None:
-            _load_groups(optimizer, manifest["groups"])
+            load_groups(optimizer, manifest["groups"])
         load_rng_state = getattr(model, "load_rng_state", None)
         if manifest["rng"] and load_rng_state is not None:
             load_rng_state(manifest["rng"])
 
-    _meet()
+    meet()
+    together(background.settle, place)
     manifest, data = together(check, place)
     together(read, place)
     return {"step": manifest["step"], "extra": manifest["extra"]}
-
-
-# ---- what is in it -----------------------------------------------------------------------------------------------
-
-
-def _kind(t: torch.Tensor) -> list[Any]:
-    return [list(t.shape), str(t.dtype).removeprefix("torch.")]
-
-
-def _model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers, a tied one once, under its first name."""
-    out: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for name, t in model.state_dict(keep_vars=True).items():
-        if isinstance(t, torch.Tensor) and id(t) not in seen:
-            seen.add(id(t))
-            out["model." + name] = t.detach()
-    return out
-
-
-def _names(model: nn.Module) -> dict[int, str]:
-    return {id(p): n for n, p in model.named_parameters()}
-
-
-def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """What the optimizer keeps of our parameters, as "key.parameter"; no key has a dot."""
-    names = _names(model)
-    return {f"{key}.{names[id(p)]}": v for p, state in optimizer.state.items() if id(p) in names for key, v in state.items()}
-
-
-def _optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    return {f"optimizer.{n}": v for n, v in _state(model, optimizer).items() if isinstance(v, torch.Tensor)}
-
-
-def _optimizer_numbers(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The part of the state that is no tensor, such as a count of steps."""
-    numbers = {n: v for n, v in _state(model, optimizer).items() if not isinstance(v, torch.Tensor)}
-    for n, v in numbers.items():
-        if not isinstance(v, (int, float, str, type(None))):
-            raise CheckpointError(f"the optimizer's state {n!r} is a {type(v).__name__}; only tensors and numbers can be saved")
-    return numbers
-
-
-def _groups(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Parameter groups with names for parameters; options that JSON cannot hold are left to the program that builds the optimizer."""
-    names = _names(model)
-    out = []
-    for g in optimizer.param_groups:
-        options = {k: float(v) if isinstance(v, torch.Tensor) and v.numel() == 1 else v for k, v in g.items() if k != "params"}
-        options = {k: v for k, v in options.items() if isinstance(v, (int, float, str, bool, list, tuple, type(None)))}
-        out.append({"params": [names.get(id(p), "") for p in g["params"]], **options})
-    return out
-
-
-def _load_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-    for g, saved in zip(optimizer.param_groups, groups, strict=True):
-        for k, v in saved.items():
-            if k != "params" and isinstance(g.get(k), torch.Tensor):
-                g[k].fill_(v)
-            elif k != "params" and k in g:
-                g[k] = tuple(v) if isinstance(g[k], tuple) else v
-
-
-def _make_state(model: nn.Module, optimizer: Optimizer, manifest: dict[str, Any]) -> None:
-    """State of the saved names, for DCP to read into: like the parameter where it has its shape, else a plain tensor (a count of steps)."""
-    params = dict(model.named_parameters())
-    saved = {tuple(n.split(".", 2)[1:]): kind for n, kind in manifest["tensors"].items() if n.startswith("optimizer.")}
-    scalars = {key for (key, name), (shape, _) in saved.items() if not shape and params[name].dim()}
-    group_of = {id(p): g for g in optimizer.param_groups for p in g["params"]}
-    optimizer.state.clear()
-    for (key, name), (shape, dtype) in saved.items():
-        p, kind = params[name], getattr(torch, dtype)
-        if list(p.shape) == shape and key not in scalars:
-            optimizer.state[p][key] = torch.zeros_like(p, dtype=kind, requires_grad=False)
-        else:
-            on_device = any(group_of[id(p)].get(option) for option in ("capturable", "fused"))
-            optimizer.state[p][key] = torch.zeros(shape, dtype=kind, device=p.device if on_device else "cpu")
-    for n, v in manifest["numbers"].items():
-        key, name = n.split(".", 1)
-        optimizer.state[params[name]][key] = v
 
 
 # ---- is it ours, and whole? --------------------------------------------------------------------------------------
@@ -288,7 +268,7 @@ def some(names: list[str]) -> str:
 
 
 def _compare(saved: dict[str, Any], tensors: dict[str, torch.Tensor], place: Place) -> None:
-    mine = {n: _kind(t) for n, t in tensors.items()}
+    mine = {n: kind_of(t) for n, t in tensors.items()}
     problems = []
     for what, names in (
         ("missing in the checkpoint", sorted(set(mine) - set(saved))),
@@ -309,7 +289,7 @@ def _compare_optimizer(model: nn.Module, optimizer: Optimizer, manifest: dict[st
         raise CheckpointError(
             f"the checkpoint holds the state of {manifest['optimizer']}, not of {type(optimizer).__name__}", where=str(place), fix=same
         )
-    saved, mine = ([g["params"] for g in groups] for groups in (manifest["groups"], _groups(model, optimizer)))
+    saved, mine = ([g["params"] for g in groups] for groups in (manifest["groups"], groups_of(model, optimizer)))
     if saved != mine:
         theirs, ours = ({n for g in groups for n in g} for groups in (saved, mine))
         differ = sorted(theirs ^ ours)
@@ -336,11 +316,23 @@ def _read_manifest(place: Place) -> dict[str, Any]:
             assert all(isinstance(getattr(torch, kind[1]), torch.dtype) for kind in manifest["tensors"].values())
             assert INDEX in manifest["files"] and all(len(s) == 2 for s in manifest["files"].values())
             assert {"step", "extra", "rng", "optimizer"} <= manifest.keys()
+            assert all(DATA.fullmatch(e["data"]) and "step" in e for e in manifest.get("earlier", []))
     except (ValueError, KeyError, AssertionError, TypeError, AttributeError, IndexError) as e:
         raise CheckpointError("the checkpoint's manifest cannot be read", where=file, fix=EARLIER) from e
     if found not in (FLAT, FORMAT):
         raise CheckpointError(f"the checkpoint has format {found}, this autopar reads {FLAT} and {FORMAT}", where=file)
     return manifest
+
+
+def _earlier(place: Place, last: dict[str, Any], step: int) -> dict[str, Any]:
+    """The manifest of the last checkpoint of that step."""
+    for e in last.get("earlier", []):
+        if e["step"] == step:
+            return _read_manifest(place.inside(e["data"]))
+    there = ", ".join(str(e["step"]) for e in (last, *last.get("earlier", [])))
+    raise CheckpointError(
+        f"there is no checkpoint of step {step}; there are those of {there}", where=str(place), fix="pass one of these as step="
+    )
 
 
 def _read_index(place: Place) -> dict[str, set[str]]:
@@ -363,7 +355,7 @@ def _sum(place: Place, name: str) -> list[int]:
 def _check_files(place: Place, manifest: dict[str, Any]) -> None:
     """Every rank checks the index, and its part of the files."""
     index: dict[str, set[str]] = {INDEX: set()}
-    for name in [INDEX, *_my_part(sorted(set(manifest["files"]) - {INDEX}))]:
+    for name in [INDEX, *my_part(sorted(set(manifest["files"]) - {INDEX}))]:
         try:
             is_whole = _sum(place, name) == manifest["files"][name]
         except OSError:
@@ -376,45 +368,3 @@ def _check_files(place: Place, manifest: dict[str, Any]) -> None:
             names = [n.removeprefix("model.") for n in sorted(index.get(name, ()))]
             holds = f", which holds {some(names)}," if names else ""
             raise CheckpointError(f"the checkpoint is damaged: {name}{holds} is not what was saved", where=str(place), fix=EARLIER)
-
-
-# ---- ranks -------------------------------------------------------------------------------------------------------
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _my_part(names: list[str]) -> list[str]:
-    return names[_rank() :: dist.get_world_size() if dist.is_initialized() else 1]
-
-
-def _gather(x: T) -> list[T]:
-    if not dist.is_initialized():
-        return [x]
-    out: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(out, x)
-    return out
-
-
-def _meet() -> None:
-    """Ranks tell each other who they are, so that one that is killed can be named."""
-    presence.know(_gather(presence.this_process()))
-
-
-def together(f: Callable[[], T], place: Place | Path) -> T:
-    """f(), on every rank; when it raises on one, all raise."""
-    try:
-        value, error = f(), None
-    except (Exception, dcp.CheckpointException) as e:
-        if is_of_others(e):
-            raise
-        error = e if isinstance(e, CheckpointError) else CheckpointError(f"{type(e).__name__}: {str(e)[:400]}", where=str(place))
-        error.__cause__ = None if error is e else e
-    said = [e for e in _gather(error and (error.what, error.where, error.fix)) if e]
-    if error:
-        raise error
-    if said:
-        what, where, fix = said[0]
-        raise CheckpointError(what, where=where, fix=fix)
-    return value

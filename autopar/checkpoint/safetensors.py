@@ -23,7 +23,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar import _torch
-from autopar.checkpoint.dcp import some, together
+from autopar.checkpoint.dcp import some
+from autopar.checkpoint.ranks import together
 from autopar.distributed.failures import during
 from autopar.errors import CheckpointError
 from autopar.tensors.owned import local_box
