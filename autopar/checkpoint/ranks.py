@@ -41,14 +41,14 @@ def meet() -> None:
     presence.know(gather(presence.this_process()))
 
 
-def together(f: Callable[[], T], place: Place | Path, group: dist.ProcessGroup | None = None) -> T:
+def together(f: Callable[[], T], place: Place | Path | None = None, group: dist.ProcessGroup | None = None) -> T:
     """f(), on every rank; when it raises on one, all raise."""
     try:
         value, error = f(), None
     except (Exception, dcp.CheckpointException) as e:
         if is_of_others(e):
             raise
-        error = e if isinstance(e, CheckpointError) else CheckpointError(f"{type(e).__name__}: {str(e)[:400]}", where=str(place))
+        error = e if isinstance(e, CheckpointError) else CheckpointError(f"{type(e).__name__}: {str(e)[:400]}", where=str(place or ""))
         error.__cause__ = None if error is e else e
     said = [e for e in gather(error and (error.what, error.where, error.fix), group) if e]
     if error:
