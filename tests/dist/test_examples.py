@@ -62,6 +62,8 @@ def one_process(script: str, folder: Path) -> list[list[float]]:
         ("train_local_inputs.py", ["--layout", "fsdp"]),
         ("train_hf_trainer.py", ["--layout", "fsdp"]),
         ("train_lora.py", ["--layout", "fsdp"]),
+        ("train_accelerate.py", ["--layout", "fsdp"]),
+        pytest.param("train_accelerate.py", [], marks=wide),
     ],
 )
 def test_same_losses_as_one_process(script: str, options: list[str], torchrun: Callable[..., str], tmp_path: Path) -> None:
