@@ -10,6 +10,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["AUTOPAR_CACHE"] = "0"  # what is tested is the planner that there is now; tests of the cache name a folder
 
 import hypothesis
 import pytest

@@ -23,6 +23,7 @@ from autopar.plan.plan import Plan
 from autopar.planner.explain import explain_graph
 from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.frontier import frontier_graph
+from autopar.planner.kept_plans import kept, key_of
 from autopar.planner.layout import Layout
 from autopar.planner.memory import Memory
 from autopar.planner.offload import Offload
@@ -119,14 +120,19 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def make_plan(request: PlanRequest, cluster: Cluster | None, folded: Folded, axes: Mapping[str, int], s: TrainingConfig) -> Plan:
-    """The plan for a captured training step. cluster: what to plan for, where no plan is given."""
+    """The plan for a captured training step: given, kept from an earlier start, or made. cluster: what to plan for, where no plan is given."""
     if request.plan is not None:
         return storable(refit(request.plan, folded))
     assert cluster is not None
-    with timed("plan"):
-        plan = plan_graph(folded, axes, cluster, s, request.limits, least=request.least).plan
-    log.info("planned for %s: %s; solver: %s", plan.cluster, plan.predicted, plan.solver)
-    return finished(plan, folded)
+    target = cluster
+
+    def planned() -> Plan:
+        with timed("plan"):
+            plan = plan_graph(folded, axes, target, s, request.limits, least=request.least).plan
+        log.info("planned for %s: %s; solver: %s", plan.cluster, plan.predicted, plan.solver)
+        return finished(plan, folded)
+
+    return kept(lambda: key_of(folded, axes, target, s, request.limits, request.least), folded, axes, planned)
 
 
 def finished(plan: Plan, folded: Folded) -> Plan:

@@ -50,6 +50,7 @@ from autopar.runtime.step import Step
 from autopar.solver.fold import Folded
 from autopar.solver.problem import NVME
 from autopar.tensors.memory_format import laid, order_of
+from autopar.text.progress import told
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,8 @@ class Builder:
             return found, {"the program": program, "its operators": "\n".join(o.name for o in found.graph.ops)}
 
         ranks = self.groups.ranks
-        with during("capture", ranks):
+        tells = self.groups.rank == 0
+        with during("capture", ranks), told("captured", tells):
             program = agreed(self.groups, seen_here)
         captured, graph, folded = program.captured, program.graph, program.folded
         params = dict(self.model.named_parameters(remove_duplicate=False))
@@ -234,7 +236,8 @@ class Builder:
                 self.device, stored, config.precision.reduce, config.backend, self.once, self.store(plan), window_of(graph, folded.stacks)
             )
             kind = ("train" if self.model.training else "eval") + ("" if grad else "-no-grad")
-            step = Step(captured, graph, plan, self.groups, settings, kind)
+            with told("forward compiled", tells):
+                step = Step(captured, graph, plan, self.groups, settings, kind)
         if decides or self.plan is None or (self.layout is not None and grad and not self.plan.collectives):
             self.plan = step.plan.answering_as(plan)
         else:

@@ -26,6 +26,7 @@ from autopar.runtime.lower import Lowered, lower
 from autopar.runtime.pipeline import Settings, rewritten
 from autopar.tensors.memory_format import with_strides
 from autopar.text.log import timed
+from autopar.text.progress import told
 
 
 class StepStats(TypedDict):
@@ -99,7 +100,8 @@ class Step:
             assert parts.backward is not None
             places = parts.backward.graph.find_nodes(op="placeholder")
             self.given_strides[key] = [n.meta["val"].stride() for n in places[len(parts.saved) :]]
-            self.backwards[key] = (parts, self.lower(parts.backward, self.saved_strides, True))
+            with told("backward compiled", self.groups.rank == 0):
+                self.backwards[key] = (parts, self.lower(parts.backward, self.saved_strides, True))
         return self.backwards[key]
 
     def reduces_gradients(self, collective: Collective) -> bool:

@@ -9,14 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, fields
-from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import autopar
-from autopar import solver
 from autopar.errors import AutoparError
+from autopar.planner.kept_plans import code
 from autopar.planner.offline import Task
 from autopar.predict.pieces import Piece
 from autopar.predict.work import Task as Kernel
@@ -73,7 +70,7 @@ def key_of(task: Task, tp: int, cp: int, sequence_parallel: bool | None, fusion:
     text = repr(
         {
             "form": FORM,
-            "code": _code(),
+            "code": code(),
             "graph": task.folded.fingerprint(),
             "modules": [op.module for op in graph.ops],
             "setting": training,
@@ -82,16 +79,6 @@ def key_of(task: Task, tp: int, cp: int, sequence_parallel: bool | None, fusion:
         }
     )
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-@cache
-def _code() -> str:
-    """Of everything that plans and prices."""
-    found = hashlib.sha256(metadata.version("ortools").encode())
-    for folder in (*autopar.__path__, *solver.__path__):
-        for path in sorted(Path(folder).rglob("*.py")):
-            found.update(path.read_bytes())
-    return found.hexdigest()
 
 
 def _written(p: Piece) -> dict[str, Any]:
