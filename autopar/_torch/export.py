@@ -68,7 +68,8 @@ def _refuse_unknown_sizes(gm: fx.GraphModule) -> None:
 
     for n in gm.graph.nodes:
         value = n.meta.get("example_value", n.meta.get("val"))
-        if any(
+        # A later line may settle the symbol (expand, a broadcast): of other data that need not be true.
+        if n.meta.get("unbacked_bindings") or any(
             free_unbacked_symbols(v)
             for v in pytree.tree_leaves(value)
             if isinstance(v, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))

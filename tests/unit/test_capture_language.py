@@ -83,6 +83,8 @@ UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "combinations": lambda x: torch.combinations(x[0]),
     "item": lambda x: x * x.sum().item(),
     "branch": lambda x: x if x.sum() > 0 else -x,
+    "repeated": lambda x: x.repeat_interleave(x[0].long(), dim=1),
+    "settled later": lambda x: x.repeat_interleave(x[0].long(), dim=1).expand(4, 4),
     "packed": lambda x: nn.utils.rnn.pack_padded_sequence(x.unsqueeze(-1), (x[:, 0] + 1).long(), enforce_sorted=False).data,
 }
 
