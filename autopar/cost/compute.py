@@ -3,7 +3,7 @@
     matmul      2 x product of all loops                                 m k, k n -> m n:  2 m k n
     attention   2 b h q s (e + d), half of it causal; backward 2.5 times   (five products for two: Dao et al., FlashAttention-2)
     conv        2 x product of n, channels, kernel and the positions where the kernel is put; backward: as much for dx and for dW
-    moe         2 m k n, a rank with a share of the experts having that share of the rows (experts equally busy); backward twice
+    moe         2 m k n, a rank with a share of the experts having that share of the rows (experts equally busy); backward twice. Routed experts: `experts.py`
 
 A multiply-add counts as two; complex numbers count as four real products.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from autopar.cost import experts
 from autopar.graph.graph import Op
 from autopar.graph.mesh import Mesh
 from autopar.rules.grammar import Rule
@@ -98,6 +99,8 @@ def _conv(op: Op, rule: Rule, n: Mapping[str, int]) -> float:
 
 def _moe(op: Op, rule: Rule, n: Mapping[str, int]) -> float:
     """`e` numbers the experts and `o` their offsets: neither is a loop of the product."""
+    if experts.is_experts(op):
+        return experts.flops(op, n)
     share = n["e"] / max(rule.factors["e"].size, 1)
     each = 2.0 * share * math.prod(v for x, v in n.items() if x not in ("e", "o"))
     return each * (2 if is_backward(op) else 1)
