@@ -58,18 +58,6 @@ def exchanged(op: Op, strategy: Strategy, ins: tuple[Placement, ...], mesh: Mesh
     return (("all_to_all", axes, sent),) * EXCHANGES[op.target]
 
 
-def exchanged_here(op: Op, width: int) -> tuple[float, int]:
-    """(bytes a rank sends, how often) of a call of a rewritten graph, at local shapes, whose group has `width` ranks."""
-    tokens, features = op.inputs[op.target == BACKWARD].shape
-    return tokens * _chosen(op) * features * _itemsize(op) * (width - 1) / width, EXCHANGES[op.target]
-
-
-def group_of(op: Op) -> tuple[str, int]:
-    """Name and ranks of the group that a call exchanges over."""
-    first = 10 + (op.target == BACKWARD)
-    return str(op.args[first]), int(op.args[first + 1])
-
-
 def _chosen(op: Op) -> int:
     """K."""
     return op.inputs[1 + (op.target == BACKWARD)].shape[1]
