@@ -64,4 +64,5 @@ def _traced(fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Gate | None:
     nodes = [n for g in (forward, backward) for n in g.graph.nodes]
     if any(n.op == "get_attr" or torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in nodes):
         return None
-    return Gate(forward, backward) if a.dim() == 2 and a.shape[0] == ROWS and a.dtype == dtype else None
+    each_row = a.dim() == 2 and a.shape[0] == ROWS and a.dtype == dtype and torch.allclose(forward(h[:3]), a[:3])
+    return Gate(forward, backward) if each_row else None
