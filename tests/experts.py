@@ -20,14 +20,16 @@ SIZES: dict[str, Any] = dict(
 def _mixtral(**kw: Any) -> nn.Module:
     import transformers as T
 
-    return T.MixtralForCausalLM(T.MixtralConfig(**{**SIZES, "num_local_experts": 4, "output_router_logits": True, **kw}))
+    model: nn.Module = T.MixtralForCausalLM(T.MixtralConfig(**{**SIZES, "num_local_experts": 4, "output_router_logits": True, **kw}))
+    return model
 
 
 def _qwen3_moe(**kw: Any) -> nn.Module:
     import transformers as T
 
     sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
-    return T.Qwen3MoeForCausalLM(T.Qwen3MoeConfig(**{**SIZES, **sizes, **kw}))
+    model: nn.Module = T.Qwen3MoeForCausalLM(T.Qwen3MoeConfig(**{**SIZES, **sizes, **kw}))
+    return model
 
 
 def _gpt_oss(**kw: Any) -> nn.Module:
@@ -40,7 +42,8 @@ def _gpt_oss(**kw: Any) -> nn.Module:
         "sliding_window": 8,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     }
-    return T.GptOssForCausalLM(T.GptOssConfig(**{**SIZES, **sizes, **kw}))
+    model: nn.Module = T.GptOssForCausalLM(T.GptOssConfig(**{**SIZES, **sizes, **kw}))
+    return model
 
 
 def _deepseek_v3(**kw: Any) -> nn.Module:
@@ -50,13 +53,15 @@ def _deepseek_v3(**kw: Any) -> nn.Module:
         "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1, "q_lora_rank": 16,
         "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1, "n_shared_experts": 1,
     }  # fmt: skip
-    return T.DeepseekV3ForCausalLM(T.DeepseekV3Config(**{**SIZES, **sizes, **kw}))
+    model: nn.Module = T.DeepseekV3ForCausalLM(T.DeepseekV3Config(**{**SIZES, **sizes, **kw}))
+    return model
 
 
 def _olmoe(**kw: Any) -> nn.Module:
     import transformers as T
 
-    return T.OlmoeForCausalLM(T.OlmoeConfig(**{**SIZES, "num_experts": 8, "num_experts_per_tok": 3, **kw}))
+    model: nn.Module = T.OlmoeForCausalLM(T.OlmoeConfig(**{**SIZES, "num_experts": 8, "num_experts_per_tok": 3, **kw}))
+    return model
 
 
 FAMILIES: dict[str, Callable[..., nn.Module]] = {

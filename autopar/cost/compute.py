@@ -28,7 +28,8 @@ def local_sizes(rule: Rule, strategy: Strategy, mesh: Mesh) -> dict[str, int]:
     """Sizes of the loops on one rank: global / product of the axes that split them, rounded up."""
     width: dict[str, int] = {}
     for axis, (letter, _) in strategy.items():
-        width[letter] = width.get(letter, 1) * mesh.axis_size(axis)
+        for x in (letter, rule.pairs[letter]) if letter in rule.pairs else (letter,):
+            width[x] = width.get(x, 1) * mesh.axis_size(axis)
     return {x: -(-f.size // width.get(x, 1)) for x, f in rule.factors.items()}
 
 

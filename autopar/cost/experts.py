@@ -15,6 +15,7 @@ from autopar.graph.graph import DTYPE_BYTES, Op
 from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
 from autopar.rules.experts import BACKWARD, FORWARD
+from autopar.rules.grammar import Rule
 from autopar.rules.strategy import Strategy
 
 EXCHANGES = {FORWARD: 2, BACKWARD: 3}
@@ -25,7 +26,7 @@ def is_experts(op: Op) -> bool:
 
 
 def _rows(n: Mapping[str, int]) -> int:
-    return n["p"] * n["t"] * n["k"]
+    return n["t"] * n["k"]
 
 
 def flops(op: Op, n: Mapping[str, int]) -> float:
@@ -47,9 +48,11 @@ def workspace_bytes(op: Op, n: Mapping[str, int]) -> float:
     return float(_rows(n) * values * _itemsize(op))
 
 
-def exchanged(op: Op, strategy: Strategy, ins: tuple[Placement, ...], mesh: Mesh) -> tuple[tuple[str, tuple[str, ...], float], ...]:
+def exchanged(
+    op: Op, rule: Rule, strategy: Strategy, ins: tuple[Placement, ...], mesh: Mesh
+) -> tuple[tuple[str, tuple[str, ...], float], ...]:
     """(kind, axes, bytes a rank sends) of each exchange."""
-    axes = tuple(a.name for a in mesh.axes if a.size > 1 and strategy.get(a.name, ("", 0))[0] == "p")
+    axes = tuple(a.name for a in mesh.axes if a.size > 1 and strategy.get(a.name, ("", 0))[0] in rule.pairs)
     if not axes:
         return ()
     at, width = ins[op.target == BACKWARD], mesh.sizes_product(axes)

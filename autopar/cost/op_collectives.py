@@ -29,7 +29,7 @@ def inside(
     """(kind, axes, bytes a rank sends) of each."""
     name = base_name(op)
     if experts.is_experts(op):
-        return experts.exchanged(op, strategy, ins, mesh)
+        return experts.exchanged(op, rule, strategy, ins, mesh)
     if name in ("nll_loss_forward", "nll_loss2d_forward"):
         scores, each = op.inputs[0], op.args[3] not in (MEAN, SUM)
         axes = _axes(mesh, {a for a, (x, _) in strategy.items() if x == "c" or not each})

@@ -140,7 +140,7 @@ def charges(parts: Parts, plan: Plan, graph: Graph, cost: Cost, prefix: str) -> 
                 recompute = op.direction != stage and n not in fixed
                 out.append(Charge(n, stage, COMPUTE, _seconds(n, op, plan, cost, one, recompute), op.name))
                 if is_experts(op):
-                    for kind, axes, sent in exchanged(op, plan.ops[op.name].strategy, _placed(op, plan)[0], cost.mesh):
+                    for kind, axes, sent in exchanged(op, lookup(op), plan.ops[op.name].strategy, _placed(op, plan)[0], cost.mesh):
                         c = cost.collective(kind, axes, sent)
                         out.append(Charge(n, stage, c.link, c.seconds, op.name, kind, "activation", sent))
             elif is_collective(n):

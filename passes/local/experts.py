@@ -19,7 +19,7 @@ from autopar.rules.experts import BACKWARD, FORWARD
 
 def _exchanged(ctx: Local, at: int) -> tuple[str, int, list[int]]:
     """group, ranks and order; at: position of the first weight among the operands."""
-    axes = tuple(a for a in ctx.axes("p") if ctx.mesh.axis_size(a) > 1)
+    axes = tuple(a for a in ctx.axes(*ctx.rule.pairs) if ctx.mesh.axis_size(a) > 1)
     if not axes:
         return "", 1, []
     order = rank_by_rank(ctx.inputs[at], axes, ctx.mesh)

@@ -20,7 +20,7 @@ Groups = Sequence[Sequence[int]]
 
 class Exchanges(TorchDispatchMode):
     def __init__(self, groups: Callable[[str], Groups]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.groups = groups
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

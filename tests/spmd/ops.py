@@ -242,8 +242,11 @@ class Trial:
 def _choices(rule: Rule, width: int) -> Iterator[tuple[str, int]]:
     """Letters and strides for an axis of `width`: major, minor and one digit in between."""
     for x, f in rule.factors.items():
+        if x in rule.pairs and f.size != width:
+            continue
         if f.split and f.size and f.size % width == 0:
-            strides = [s for s in range(1, f.size // width + 1) if f.size % (s * width) == 0]
+            size = rule.factors[rule.pairs.get(x, x)].size
+            strides = [s for s in range(1, size // width + 1) if size % (s * width) == 0]
             for s in dict.fromkeys((strides[-1], strides[0], strides[len(strides) // 2])):
                 yield x, s
 

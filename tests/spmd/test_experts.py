@@ -28,16 +28,18 @@ from tests.wide import cases
 
 
 def forced(p: Prepared, plan: Plan, split: str) -> Plan:
-    """`plan` with every axis of the mesh on letter `split` of the experts; two letters: the first axis on one, the others on the other."""
+    """`plan` with every axis of the mesh on tokens (t), features (f) or experts (p); two letters: the first axis on one, the others on the other."""
     mesh = plan.mesh
     ops = dict(plan.ops)
     for op in p.graph.ops:
         if op.target in (FORWARD, BACKWARD):
             rule, left, strategy = lookup(op), {x: f.size for x, f in lookup(op).factors.items()}, dict[str, tuple[str, int]]()
+            experts = list(rule.pairs)
             for i, a in enumerate(a for a in mesh.axes if a.size > 1):
                 letter = split[min(i, len(split) - 1)]
-                left[letter] //= a.size
-                strategy[a.name] = (letter, left[letter])
+                of = "t" if letter == "p" else letter
+                left[of] //= a.size
+                strategy[a.name] = (experts.pop(0) if letter == "p" else letter, left[of])
             given: Strategy = strategy
             assert is_legal(rule, given, mesh), (op.name, given)
             ops[op.name] = replace(ops[op.name], strategy=strategy, partial={})
@@ -53,7 +55,7 @@ def check(name: str, axes: dict[str, int], split: str, how: str = "", batch: int
     assert sum(op.target == FORWARD for op in p.graph.ops) == LAYERS.get(name, 2)
     mesh = Mesh.of(axes)
     trainable = frozenset(n for n, q in model.named_parameters() if q.requires_grad)
-    layout = split if split in ("fsdp", "tp", "fsdp+tp") else "fsdp+tp" if len(axes) > 1 else "fsdp"
+    layout = split if split in ("fsdp", "tp", "fsdp+tp") else "fsdp"
     plan = propagate(p.graph, Layout.of(layout, mesh), axes, trainable)
     if layout != split:
         plan = forced(p, plan, split)

@@ -68,7 +68,7 @@ CASES: dict[str, Callable[[], list[Recorded]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_every_split(name: str) -> None:
     for reports in check_all(CASES[name]()).values():
-        assert set.union(*(r.letters for r in reports)) == {"p", "t", "f"}
+        assert set.union(*(r.letters for r in reports)) == {"t", "f", "x0", "x1", "x2"}
 
 
 @pytest.mark.parametrize("target", sorted(registered(local._LOCAL, "experts")))
