@@ -110,19 +110,27 @@ class Rows:
         for key, nbytes, first, last in self.chains.stand() if self.chains else ():
             self.chained.plain.append((self.columns.of(key), first, last, nbytes))
         rows_of = {i: self.columns.at(i) for i, op in enumerate(self.program.graph.ops) if self.life.writes(op)}
-        columns = [at for found in rows_of.values() for at in found]
         spans = {"": self.always if s.micro_batches == 1 else self.always + self.last_call}
         if s.micro_batches > 1:
             spans[", accumulating"] = self.always
-        calls = {said: self.columns.live(mine + self.chained, columns) for said, mine in spans.items()}
+        alive = {said: mine + self.chained for said, mine in spans.items()}
+        layers = {n for stack in self.program.q.stacks for copies in (stack.forward, stack.backward) for names in copies for n in names}
+        ends = {n for stack in self.program.q.stacks for copies in (stack.forward, stack.backward) for names in copies[-2:] for n in names}
+        parts: dict[tuple[bool, bool], list[int]] = defaultdict(list)  # what relaxed rows are made of is not left out for other rows
+        for i, found_at in rows_of.items():
+            name = self.program.graph.ops[i].name
+            parts[name in layers, name in ends] += found_at
+        calls = {
+            said: self.columns.live(mine, [at for part in parts.values() for at in self.largest(mine, part)])
+            for said, mine in alive.items()
+        }
         before = {said: self.columns.live(mine, list(self.columns.before.values())) for said, mine in spans.items()}
         inside: list[tuple[str, dict[Key, float]]] = []
         outside: list[tuple[str, dict[Key, float]]] = []
-        layers = {n for stack in self.program.q.stacks for copies in (stack.forward, stack.backward) for names in copies for n in names}
         for i, found_at in rows_of.items():
             op = self.program.graph.ops[i]
             for said, live in calls.items():
-                for at in found_at:
+                for at in (at for at in found_at if at in live):
                     (inside if op.name in layers else outside).append((f"{op.direction}{said} at {op.name}", _sum(static, live[at])))
         # Rows of calls: what they have in common with others, and what not.
         shared: dict[str, tuple[dict[Key, float], dict[Key, float]]] = {}
@@ -138,14 +146,21 @@ class Rows:
         kept = _undominated(outside)
         found = [*kept, *_undominated(inside, kept)]
         if not f.is_decided:
-            ends = {
-                n for stack in self.program.q.stacks for copies in (stack.forward, stack.backward) for names in copies[-2:] for n in names
-            }
             outer = _undominated([(name, self.relaxation.row(terms, False)) for name, terms in kept])
             inner = [(name, self.relaxation.row(terms, True)) for name, terms in inside if name.rpartition(" ")[2] in ends]
             self.relaxed_rows = [Row(name, 0.0, tuple(sorted(terms.items()))) for name, terms in [*outer, *_undominated(inner, outer)]]
         found = [(name, self.by_base(*shared[name]) if name in shared else terms) for name, terms in found]
         return tuple(Row(name, 0.0, tuple(sorted(terms.items()))) for name, terms in found)
+
+    def largest(self, spans: Spans, columns: Sequence[int]) -> list[int]:
+        """Of columns, those at which memory may be largest."""
+        found = self.columns.peaks(spans, columns)
+        ops, q = self.program.graph.ops, self.program.q
+        groups: dict[str, list[int]] = defaultdict(list)
+        for at in sorted(found, key=lambda at: (self.columns.first_of(at), at)):
+            groups[q.rep[ops[self.columns.first_of(at)].name]].append(at)
+        patterned = [group for rep, group in groups.items() if rep in q.patterned]
+        return [*(at for rep, group in groups.items() if rep not in q.patterned for at in group), *self.columns.corners(spans, patterned)]
 
     def by_base(self, base: dict[Key, float], more: dict[Key, float]) -> dict[Key, float]:
         """Of one position there are many rows of calls that differ by little: what is in all of them is added up once."""
