@@ -36,6 +36,7 @@ class _Patterns:
     def __init__(self, f: Folded) -> None:
         self.f, self.program = f, Program(f.graph)
         self.layer_of = layers(f)
+        self.number: dict[str, int] = {}  # of an operator that others are tied to
         self.in_stack = {n for s in f.stacks for part in (s.forward, s.backward) for copy in part for n in copy}
         self.given_grads = {f.graph.params[n].name for n in f.graph.grads if n in f.graph.params}
         self.weights = {t.name for t in f.graph.params.values() if len(t.shape) > 1}
@@ -72,9 +73,8 @@ class _Patterns:
                 kept[direction], found = aligned(kept[direction], [(t, op.name) for t, op in zip(texts, ops, strict=True)])
                 mine |= found
                 if direction == "forward":
-                    which = {name: i for i, (_, name) in enumerate(kept["forward"])}
                     places = {
-                        t.name: Home(0, "f", which[mine.get(op.name, op.name)], 0, i)
+                        t.name: Home(0, "f", self.number.setdefault(mine.get(op.name, op.name), len(self.number)), 0, i)
                         for op in ops
                         for i, t in enumerate(op.outputs)
                         if t is not None
