@@ -172,10 +172,14 @@ class Program:
                 self.constrain("time", 0.0, np.inf, [(self.stages[account.stage], 1.0), *((v, -k) for v, k in self.time[a])])
         if o.elastic:
             self.over = self.add(0.0, np.inf, False, 0.0)
-        rests = {key for row in p.rows for key, _ in row.terms if key[0] == "s"}
-        for key in sorted(rests):  # gigabytes
-            self.variable[key] = rest = self.add(0.0, np.inf)
-            self.constrain("rest", 0.0, np.inf, [(rest, 1.0), *((self.variable[of], -k / 1e9) for of, k in p.rests[key[1]])])
+        needed = {key[1] for row in p.rows for key, _ in row.terms if key[0] == "s"}
+        for i in reversed(range(len(p.rests))):
+            if i in needed:
+                needed |= {key[1] for key, _ in p.rests[i] if key[0] == "s"}
+        for i in sorted(needed):  # gigabytes
+            self.variable["s", i, 0] = rest = self.add(0.0, np.inf)
+            terms = ((self.variable[of], -k if of[0] == "s" else -k / 1e9) for of, k in p.rests[i])
+            self.constrain("rest", 0.0, np.inf, [(rest, 1.0), *terms])
         for row in p.rows:
             terms = [(self.variable[key], k if key[0] == "s" else k / 1e9) for key, k in row.terms]
             if o.elastic:

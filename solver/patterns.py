@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from difflib import SequenceMatcher
 
-from autopar.graph.graph import Op
+from autopar.graph.graph import Graph, Op
 from autopar.solver.fold import Folded
 from autopar.solver.stacks import Home, Program, op_hash
 
@@ -35,7 +35,7 @@ def alike(f: Folded) -> dict[str, str]:
 class _Patterns:
     def __init__(self, f: Folded) -> None:
         self.f, self.program = f, Program(f.graph)
-        self.layer_of = layers(f)
+        self.layer_of = layers_of(f.graph)
         self.number: dict[str, int] = {}  # of an operator that others are tied to
         self.in_stack = {n for s in f.stacks for part in (s.forward, s.backward) for copy in part for n in copy}
         self.given_grads = {f.graph.params[n].name for n in f.graph.grads if n in f.graph.params}
@@ -100,11 +100,11 @@ class _Patterns:
         return False
 
 
-def layers(f: Folded) -> dict[str, Layer]:
+def layers_of(graph: Graph) -> dict[str, Layer]:
     """Operator -> the layer that its module is in, or is; one of no module belongs where the one before it does."""
     found: dict[str, Layer] = {}
     before: tuple[str, Layer | None] = "", None
-    for op in f.graph.ops:
+    for op in graph.ops:
         match = LAYER.match(op.module)
         layer = (match[1], int(match[2])) if match else None
         if not op.module and before[0] == op.direction:

@@ -33,7 +33,7 @@ class RowRelaxation:
         if not inside:
             out.update((key, nbytes) for key, nbytes in terms.items() if not self.is_one_layers(key))
         for key, nbytes in terms.items() if inside else ():
-            if key[0] == "x" or (key[0] == "e" and (key[2] == 0 or key[1] in self.same_for_all_layers)):
+            if key[0] == "x" or (key[0] in ("e", "b") and (key[2] == 0 or key[1] in self.same_for_all_layers)):
                 out[key] += nbytes
             elif key[0] == "y":
                 value = self.life.problem.values[key[1]]
