@@ -97,8 +97,16 @@ class Stages:
         self.folded, self.mesh, self.cluster, self.training = folded, mesh, cluster, training
         self.limits, self.on_progress, self.restrict = limits or Limits(), on_progress or (lambda stage, seconds: None), restrict
         self.start = time.perf_counter()
+        self.uncut: _View | None = None
 
     def view(self, segments: Mapping[str, Sequence[int]] | None = None) -> _View:
+        """Of the graph with its layers cut so; without, the same one each time."""
+        if segments is None:
+            self.uncut = self.uncut or self._view(None)
+            return self.uncut
+        return self._view(segments)
+
+    def _view(self, segments: Mapping[str, Sequence[int]] | None) -> _View:
         small = shrink(self.folded, segments)
         rules = {op.name: lookup(op) for op in small.graph.ops}
         fuses = self.training.fuses

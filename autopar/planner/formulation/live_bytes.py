@@ -100,7 +100,8 @@ class Columns:
         variable, first, last, size = (np.array(x) for x in zip(*plain, strict=True)) if plain else (np.zeros(0, dtype=np.int64),) * 4
         reloaded = np.isin(variable, self.reloaded)
         copies = sorted(spans.copies, key=lambda c: c[0])
-        often = {id(o): o[list(columns)] for _, _, o in copies}
+        which = np.array(columns, dtype=np.int64)
+        often = {i: o[which] for i, o in {id(o): o for _, _, o in copies}.items()}
         j, total = 0, len(self.index)
         chunk = chunk or self.chunk(len(columns))
         for start in range(0, total, chunk):
@@ -113,8 +114,8 @@ class Columns:
                     begin = first[at] + (late & ~reloaded[at])
                     live[mine] = _spread(variable[at] - start, begin, last[at], size[at], places[mine], stop - start)
             while j < len(copies) and copies[j][0] < stop:
-                k, nbytes, which = copies[j]
-                live[:, k - start] += nbytes * often[id(which)]
+                k, nbytes, times = copies[j]
+                live[:, k - start] += nbytes * often[id(times)]
                 j += 1
             yield start, live
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.graph.graph import DTYPE_BYTES
@@ -122,22 +122,23 @@ class Rows:
         outside, ends = largest.undominated(outside), largest.undominated(ends)
         # Those outside of the layers are relaxed rows too: none is left out for one inside.
         inside = largest.undominated([*ends, *between], outside)
-        last = "optimizer step", _sum(static, step)
-        if f.is_decided:
-            return self.of_policies(largest, spans, outside, inside, static, last)
         shared: dict[At, tuple[dict[Key, float], dict[Key, float]]] = {}
-        groups = self.groups([*outside, *dict.fromkeys([*ends, *inside])])
+        groups = self.groups([*outside, *dict.fromkeys([*([] if f.is_decided else ends), *inside])])
         for group, (common, own) in zip(groups, largest.split(groups), strict=True):
             shared |= {at: (common, mine) for at, mine in zip(group, own, strict=True)}
-        self.relaxed_rows = [self.row("optimizer step", {}, self.relaxation.row(last[1], False))]
-        for chosen, within in ((outside, False), (ends, True)):
-            for at in chosen:
-                common, mine = shared[at]
-                self.relaxed_rows.append(
-                    self.row(self.name(at), self.relaxed_common(static, common, within), self.relaxation.row(mine, within))
-                )
+        last = _sum(static, step)
+        if not f.is_decided:
+            self.relaxed_rows = [self.row("optimizer step", {}, self.relaxation.row(last, False))]
+            relaxed: dict[tuple[int, bool], dict[Key, float]] = {}
+            for chosen, within in ((outside, False), (ends, True)):
+                for at in chosen:
+                    common, mine = shared[at]
+                    if (id(common), within) not in relaxed:
+                        relaxed[id(common), within] = self.relaxation.row(_sum(static, common), within)
+                    row = self.row(self.name(at), relaxed[id(common), within], self.relaxation.row(mine, within))
+                    self.relaxed_rows.append(row)
         found = [self.row(self.name(at), _sum(static, shared[at][0]), shared[at][1]) for at in (*outside, *inside)]
-        return *found, self.row("optimizer step", {}, last[1])
+        return *found, self.row("optimizer step", {}, last), *self.of_calls(spans, static)
 
     def candidates(self, largest: LargestPositions) -> tuple[list[At], list[At], list[At]]:
         """Where something is written and memory may be largest: outside of layers, in the last two copies of layers, in others. What relaxed rows are made of is
@@ -181,39 +182,22 @@ class Rows:
         op = self.program.graph.ops[self.columns.first_of(at[1])]
         return f"{op.direction}{at[0]} at {op.name}"
 
-    def relaxed_common(self, static: dict[Key, float], common: dict[Key, float], within: bool) -> dict[Key, float]:
-        """What is in all rows of a group, relaxed."""
-        return self.relaxation.row(_sum(static, common), within)
-
-    def of_policies(
-        self,
-        largest: LargestPositions,
-        spans: Mapping[str, Spans],
-        outside: Sequence[At],
-        inside: Sequence[At],
-        static: dict[Key, float],
-        last: tuple[str, dict[Key, float]],
-    ) -> tuple[Row, ...]:
-        """Where strategies are decided, there are rows for calls that run again too."""
-        live = {
-            said: self.columns.live(mine, [at for which, at in (*outside, *inside) if which == said])
-            for said, mine in largest.spans.items()
-        }
-        out, within = ([(self.name(at), _sum(static, live[at[0]][at[1]])) for at in part] for part in (outside, inside))
-        layers = {n for stack in self.program.q.stacks for copies in (stack.forward, stack.backward) for names in copies for n in names}
+    def of_calls(self, spans: Mapping[str, Spans], static: dict[Key, float]) -> Iterator[Row]:
+        """Where strategies are decided, there are rows for calls that run again too: what they have in common with others of their position, and what not."""
+        if self.chains is None:
+            return
         before = {said: self.columns.live(mine, list(self.columns.before.values())) for said, mine in spans.items()}
-        # Rows of calls: what they have in common with others, and what not.
-        shared: dict[str, tuple[dict[Key, float], dict[Key, float]]] = {}
-        bases = {(said, at): _sum(static, mine[column]) for said, mine in before.items() for at, column in self.columns.before.items()}
-        for i, op, during in self.chains.calls() if self.chains else ():
+        calls: dict[int, list[tuple[str, dict[Key, float]]]] = defaultdict(list)
+        for i, op, during in self.chains.calls():
+            calls[i].append((op.name, during))
+        for i, found in calls.items():
+            kept = _undominated(found)
             for said in spans:
                 for at in self.columns.at(i):
-                    name = f"backward{said}, {op.name} again{', last' * (at != i)}, at {self.program.graph.ops[i].name}"
-                    shared[name] = bases[said, at], during
-                    (within if op.name in layers else out).append((name, _sum(bases[said, at], during)))
-        kept = _undominated([*out, last])
-        found = [*kept, *_undominated(within, kept)]
-        return tuple(self.row(name, *shared[name]) if name in shared else self.row(name, {}, terms) for name, terms in found)
+                    base = _sum(static, before[said][self.columns.before[at]])
+                    for name, during in kept:
+                        again = f"backward{said}, {name} again{', last' * (at != i)}, at {self.program.graph.ops[i].name}"
+                        yield self.row(again, base, during)
 
     def row(self, name: str, common: dict[Key, float], own: dict[Key, float]) -> Row:
         """common: what many rows have in common and is added up once. What is brought elsewhere of a value in one direction lives and goes together: it is a

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from autopar.graph.graph import Graph, Op, Tensor
@@ -42,7 +43,11 @@ class SymmetryClasses:
 
     def count(self, value: str) -> int:
         """How many tensors of the program a value is."""
-        return sum(self.tensor_times[t] for t in self.members[value])
+        return self.counts[value]
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        return {value: sum(self.tensor_times[t] for t in tensors) for value, tensors in self.members.items()}
 
 
 def symmetry(s: Shrunk) -> SymmetryClasses:
