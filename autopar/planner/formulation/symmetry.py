@@ -50,10 +50,11 @@ class SymmetryClasses:
         return {value: sum(self.tensor_times[t] for t in tensors) for value, tensors in self.members.items()}
 
 
-def symmetry(s: Shrunk) -> SymmetryClasses:
+def symmetry(s: Shrunk, patterns: bool = True) -> SymmetryClasses:
+    """patterns: whether layers that are alike but no copies decide alike."""
     f = s.fold
     graph = f.graph
-    tied = alike(f)
+    tied = alike(f) if patterns else {}
     rep, tensor_rep = _tied(s, tied)
 
     def classed(x: Any) -> Any:
