@@ -40,6 +40,7 @@ import numpy as np
 from ortools.math_opt import model_pb2
 
 from autopar.solver.problem import BACKWARD, FORWARD, NONE, Decision, Event, Flow, Key, Member, Problem
+from autopar.solver.watch import check
 
 TIE = 1e-5
 
@@ -156,6 +157,7 @@ class Program:
             for v, nodes in rerun.reads:
                 reread[v].append((i, nodes))
         for v, value in enumerate(p.values):
+            check()
             self.flow(v, FORWARD, value.forward, [], [])
             for n in dict.fromkeys(policy.node for policy in value.policies):
                 there = [(self.variable["x", e.choice, s], 1.0) for e in (*value.forward.supplies, *value.forward.demands)

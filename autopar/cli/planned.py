@@ -35,7 +35,7 @@ Offloaded = Annotated[
     str | None, typer.Option("--offload", help="where activations may be kept besides the device: host, nvme or host,nvme")
 ]
 Hand = Annotated[str | None, typer.Option("--layout", help="keep to a hand layout: ddp, fsdp, tp or fsdp+tp")]
-TimeLimit = Annotated[float | None, typer.Option(min=0.1, help="seconds the solver may take")]
+TimeLimit = Annotated[float | None, typer.Option(min=0.1, help="seconds that planning may take, from the model to the plan")]
 Gap = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="stop this close to the bound: 0.01 is one per cent")]
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from autopar.planner.formulation.lifetimes import Lifetimes
 from autopar.solver.problem import Key
+from autopar.solver.watch import check
 
 LARGEST = 4_000_000  # numbers in a stretch of variables
 
@@ -105,6 +106,7 @@ class Columns:
         j, total = 0, len(self.index)
         chunk = chunk or self.chunk(len(columns))
         for start in range(0, total, chunk):
+            check()
             stop = min(total, start + chunk)
             live = np.zeros((len(columns), stop - start))
             at = slice(int(np.searchsorted(variable, start)), int(np.searchsorted(variable, stop)))

@@ -11,14 +11,19 @@ It is used where the program of the mesh itself is too large to be solved (three
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 
+from autopar.cost import Cost, compute
+from autopar.graph.mesh import Mesh
 from autopar.planner.formulation.accounts import account
 from autopar.planner.formulation.formulated import Formulated
 from autopar.planner.formulation.memory_rows import rows
 from autopar.planner.formulation.problem import Formulator
 from autopar.planner.formulation.training import optimizer_s
+from autopar.rules.grammar import Rule
 from autopar.solver.problem import Choice, End, Flow, Policy, Problem, Rerun, Value
+from autopar.solver.shrink import Shrunk
 
 
 def lower_bound_problem(f: Formulated, problem: Problem, whole: Formulator) -> Problem:
@@ -53,6 +58,19 @@ def lower_bound_problem(f: Formulated, problem: Problem, whole: Formulator) -> P
         reruns.append(Rerun(r.name, r.choice, ({backward: recompute},), _ends(r.reads), _ends(r.makes)))
     relaxed = Problem(problem.stages, problem.accounts, tuple(choices), tuple(values), tuple(reruns), (), problem.budget_bytes)
     return rows(f, relaxed, is_bound=True).relaxed
+
+
+def least_s(small: Shrunk, rules: Mapping[str, Rule], cost: Cost, mesh: Mesh) -> float:
+    """What no plan takes less than, from its products alone, divided evenly over all devices: soon known, and far below the bound of the program."""
+    if cost.cluster.device.curves:  # measured rates may be anything
+        return 0.0
+    found = 0.0
+    for op in small.graph.ops:
+        rule = rules[op.name]
+        if rule.is_heavy and rule.kind not in ("attention", "attention_backward"):
+            flops = compute.flops(op, rule, {}, mesh) / mesh.size
+            found += small.times[op.name] * cost.kernel_s(rule.kind, compute.compute_dtype(op), flops, 0.0, 0.0)
+    return found
 
 
 def _least(whole: Formulator) -> dict[int, float]:

@@ -35,6 +35,7 @@ from autopar.planner.formulation.relaxed_rows import RowRelaxation
 from autopar.planner.storage import batch_placements
 from autopar.solver.patterns import layers_of
 from autopar.solver.problem import DEVICE, Key, Problem, Row
+from autopar.solver.watch import check
 
 BROUGHT = "b"  # (.., value, direction, 0 or 1): all that is brought elsewhere of a value, by the size that arrives, or that is sent
 
@@ -109,6 +110,7 @@ class Rows:
                 t.nbytes * n for t, n in zip(self.program.graph.inputs, shares, strict=True)
             )
         for v in range(len(self.problem.values)):
+            check()
             self.value(v)
         if f.cost.fused is None and not self.is_bound:
             self.workspace()
@@ -202,6 +204,7 @@ class Rows:
     def row(self, name: str, common: dict[Key, float], own: dict[Key, float]) -> Row:
         """common: what many rows have in common and is added up once. What is brought elsewhere of a value in one direction lives and goes together: it is a
         sum by itself too."""
+        check()
         rests, terms = self.relaxation.rests, defaultdict[Key, float](float)
         positive = {key: nbytes for key, nbytes in common.items() if key[0] != "s" and nbytes > 0}
         for key, nbytes in own.items() if len(positive) < 2 else (*own.items(), *((k, n) for k, n in common.items() if k not in positive)):
