@@ -53,10 +53,11 @@ FAR = 0.3  # a gap, relative, with which too little could be left out
 # Of the gap that may stay, so much for the solver of the program that gives the bound: at first, and if that is too much.
 SHARES = (0.25, 0.02)
 TOO_MANY = 150_000  # arcs: more do not fit the time nor the memory that planning may take
-FIRST_S = 1.0  # of the solver, for a first answer, whatever the time
+FIRST_S = 2.0  # of the solver, for a first answer, whatever the time
 SOON_S = 4.0  # left: then axes are merged first, which gives an answer soon
 LAST = 0.75  # of the time: then the whole program is given up for one that has an answer soon
-EFFORT_S, EFFORT = 5.0, 500.0  # in proportion: so many seconds, and so many times what a step takes at least
+EFFORT_S, EFFORT = 6.0, 500.0  # in proportion: so many seconds, and so many times what a step takes at least
+ARCS = 6000  # that the solver gets through in a second
 SHRINK = 0.8  # of the smallest peak known: the budget at which strategies with a smaller one are looked for
 NARROW = 0.1  # of a budget that suffices for nothing: they are not looked for nearer to it
 OnProgress = Callable[[str, float], None]
@@ -178,7 +179,7 @@ class Stages:
             v = self.view()
             if self.limits.in_proportion:
                 seconds = EFFORT_S + EFFORT * least_s(v.shrunk, v.rules, v.cost, self.mesh)
-                self.limits = replace(self.limits, seconds=min(self.limits.seconds, seconds))
+                self.limits, self.start = replace(self.limits, seconds=min(self.limits.seconds, seconds)), time.perf_counter()
             axes = sum(n > 1 for n in self.mesh.parents.values())
             is_soon = self.until - time.perf_counter() < SOON_S
             if merge and (axes > WHOLE_AXES or (axes > 1 and is_soon)):
@@ -193,7 +194,10 @@ class Stages:
                     raise
                 bound_s = e.bound_s if isinstance(e, NoAnswer) else bound_s
             self.is_first = False
-            return self.by_merging(v, bound_s) if axes > 1 else self.by_hand(v, bound_s)
+            if axes > 1:
+                with contextlib.suppress(TimeoutError):
+                    return self.by_merging(v, bound_s)
+            return self.by_hand(v, bound_s)
 
     def by_hand(self, v: _View, bound_s: float) -> Found:
         """The best that is FSDP, of what is soon found."""
@@ -217,6 +221,8 @@ class Stages:
         takes less than `far_s`."""
         start = time.perf_counter()
         f, problem = made or self.formulated(v, mesh)
+        if self.is_first and arcs_of(problem) > ARCS * (self.until - time.perf_counter()):
+            raise NoAnswer("the program is too large for the time", -1.0)
         self.begin(f"solve {_axes(mesh)}")
         seen = solve_relaxed(problem.relaxed, problem, self.left, self.on_progress)
         if seen is None:
@@ -453,7 +459,7 @@ class Stages:
         assert isinstance(best.answer, Solution)
         known = best.answer.objective_s
         f, problem = self.formulated(v, self.mesh, room_s=known - coarse_bound_s, trim=lambda p: prune(p, coarse_bound_s, known))
-        if sum(len(flow.arcs) for value in problem.values for flow in (value.forward, value.backward) if flow) > TOO_MANY:
+        if arcs_of(problem) > TOO_MANY:
             return best
         self.begin(f"solve {_axes(self.mesh)}, without what cannot be better")
         try:
@@ -547,6 +553,10 @@ def _is_recomputed(problem: Problem, decision: Decision) -> bool:
 def _is_within(found: Found | None, gap: float) -> bool:
     """Whether there is an answer, and it is as near to its bound as that, relatively."""
     return found is not None and isinstance(found.answer, Solution) and found.answer.gap <= gap
+
+
+def arcs_of(problem: Problem) -> int:
+    return sum(len(flow.arcs) for value in problem.values for flow in (value.forward, value.backward) if flow)
 
 
 def better(a: Solution | Infeasible, b: Solution | Infeasible) -> bool:
