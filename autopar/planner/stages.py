@@ -55,6 +55,7 @@ SHARES = (0.25, 0.02)
 TOO_MANY = 150_000  # arcs: more do not fit the time nor the memory that planning may take
 FIRST_S = 2.0  # of the solver, for a first answer, whatever the time
 SOON_S = 4.0  # left: then axes are merged first, which gives an answer soon
+HAND_S, HAND_GAP = 20.0, 0.05  # of the solver, for a hand layout where nothing else has an answer: it hardly ever takes them
 LAST = 0.75  # of the time: then the whole program is given up for one that has an answer soon
 EFFORT_S, EFFORT = 6.0, 500.0  # in proportion: so many seconds, and so many times what a step takes at least
 ARCS = 6000  # that the solver gets through in a second
@@ -201,6 +202,8 @@ class Stages:
 
     def by_hand(self, v: _View, bound_s: float) -> Found:
         """The best that is FSDP, of what is soon found."""
+        self.start = time.perf_counter()
+        self.limits = replace(self.limits, seconds=HAND_S, gap=max(self.limits.gap, HAND_GAP))
         hand = Layout.of("fsdp", self.mesh)
         mesh = by_role(hand, self.mesh)
         f, problem = self.formulated(v, mesh)

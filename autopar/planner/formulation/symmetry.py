@@ -50,9 +50,13 @@ class SymmetryClasses:
         return {value: sum(self.tensor_times[t] for t in tensors) for value, tensors in self.members.items()}
 
 
-def symmetry(s: Shrunk, patterns: bool = True) -> SymmetryClasses:
-    """patterns: whether layers that are alike but no copies decide alike."""
+FEW = 256  # kinds of operators: layers of so small a program may all decide for themselves
+
+
+def symmetry(s: Shrunk, patterns: bool | None = None) -> SymmetryClasses:
+    """patterns: whether layers that are alike but no copies decide alike; None: where the program is large."""
     f = s.fold
+    patterns = len(f.count) > FEW if patterns is None else patterns
     graph = f.graph
     tied = alike(f) if patterns else {}
     rep, tensor_rep = _tied(s, tied)
