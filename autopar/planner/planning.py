@@ -81,13 +81,11 @@ class Step:
         hand = None if layout is None else Layout.of(layout, mesh)
 
         def restrict(problem: Problem, names: Names, rules: Mapping[str, Rule], on: Mesh) -> Problem:
-            return (
-                problem
-                if hand is None
-                else replace(problem, forbidden=problem.forbidden | forbidden(hand, problem, names, rules, on, mesh))
-            )
+            assert hand is not None
+            return replace(problem, forbidden=problem.forbidden | forbidden(hand, problem, names, rules, on, mesh))
 
-        stages = Stages(folded, mesh if hand is None else by_role(hand, mesh), cluster, training, limits, on_progress, restrict, since)
+        kept_to = None if hand is None else restrict
+        stages = Stages(folded, mesh if hand is None else by_role(hand, mesh), cluster, training, limits, on_progress, kept_to, since)
         return Step(folded, mesh, cluster, training, hand, stages)
 
     @contextlib.contextmanager

@@ -179,7 +179,7 @@ class Stages:
         with without_garbage_collection(), watching(most_bytes=self.limits.memory_bytes):
             v = self.view()
             if self.limits.in_proportion:
-                seconds = EFFORT_S + EFFORT * least_s(v.shrunk, v.rules, v.cost, self.mesh)
+                seconds = EFFORT_S + EFFORT * least_s(v.shrunk, v.rules, v.cost)
                 self.limits, self.start = replace(self.limits, seconds=min(self.limits.seconds, seconds)), time.perf_counter()
             axes = sum(n > 1 for n in self.mesh.parents.values())
             is_soon = self.until - time.perf_counter() < SOON_S
@@ -191,12 +191,12 @@ class Stages:
                 with watching(until=self.until if merge else math.inf):
                     return self.on(v, self.mesh)
             except TimeoutError as e:
-                if not merge or self.restrict is not None:
+                if not merge or (axes < 2 and self.restrict is not None):
                     raise
                 bound_s = e.bound_s if isinstance(e, NoAnswer) else bound_s
             self.is_first = False
             if axes > 1:
-                with contextlib.suppress(TimeoutError):
+                with contextlib.suppress(*([TimeoutError] if self.restrict is None else [])):
                     return self.by_merging(v, bound_s)
             return self.by_hand(v, bound_s)
 
@@ -210,7 +210,7 @@ class Stages:
         problem = replace(problem, forbidden=problem.forbidden | forbidden(hand, problem, f.names, v.rules, mesh, self.mesh))
         found = self.on(v, mesh, True, (f, problem))
         if isinstance(found.answer, Solution):
-            least = max(bound_s, least_s(v.shrunk, v.rules, v.cost, self.mesh))
+            least = max(bound_s, least_s(v.shrunk, v.rules, v.cost))
             answer = replace(found.answer, bound_s=min(least, found.answer.objective_s), stopped_by="time")
             return replace(found, answer=answer)
         raise NoAnswer("not even of what is FSDP", bound_s)
@@ -448,7 +448,7 @@ class Stages:
     def coarse_bound(self, v: _View, f: Formulator, problem: Problem) -> float:
         """A bound of the whole. f, problem: of its mesh with axes merged."""
         if self.until - time.perf_counter() < SOON_S:
-            return least_s(v.shrunk, v.rules, v.cost, self.mesh)
+            return least_s(v.shrunk, v.rules, v.cost)
         began = time.perf_counter()
         self.begin("bound")
         bound_s = least(lower_bound_problem(f.formulated(), problem, Formulator(v.q, v.rules, self.mesh, v.cost, self.training)), self.left)

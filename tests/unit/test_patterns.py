@@ -14,6 +14,7 @@ from torch import nn
 from autopar.cost import Cost
 from autopar.graph.mesh import Mesh
 from autopar.planner.formulation.largest_positions import LargestPositions
+from autopar.planner.formulation.lower_bound import least_s
 from autopar.planner.formulation.problem import Formulator
 from autopar.planner.formulation.symmetry import SymmetryClasses, symmetry
 from autopar.planner.offline import Task, task
@@ -131,3 +132,16 @@ def test_rows_that_are_left_out_are_never_the_largest(kinds: str, axes: dict[str
         assert bound is not None and bound.bound_s <= answer.objective_s * (1 + 1e-6)
         budget = 0.85 * peak
     assert looked > 1
+
+
+@pytest.mark.parametrize("kinds, axes", [("llgllgllgl", {"dp": 4}), ("wllll", {"dp": 2, "tp": 2})])
+def test_operator_by_operator_no_plan_is_faster(kinds: str, axes: dict[str, int]) -> None:
+    """Without anything to redistribute (one device) that is all of a step but the optimizer's."""
+    small = shrink(of(kinds).folded)
+    rules = {op.name: lookup(op) for op in small.graph.ops}
+    for mesh in (Mesh.of(axes), Mesh.of({"dp": 1})):
+        least = least_s(small, rules, Cost.compiled(of(kinds).cluster, mesh, small.graph, rules))
+        best = solve(formulated(of(kinds), True, mesh)[2], EXACT)
+        assert isinstance(best, Solution) and 0 < least <= best.objective_s
+        if mesh.size == 1:
+            assert least >= 0.9 * sum(best.price.stage_s[:2])

@@ -14,8 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autopar.cost import Cost, compute
-from autopar.graph.mesh import Mesh
+from autopar.cost import Cost
 from autopar.planner.formulation.accounts import account
 from autopar.planner.formulation.formulated import Formulated
 from autopar.planner.formulation.memory_rows import rows
@@ -60,16 +59,16 @@ def lower_bound_problem(f: Formulated, problem: Problem, whole: Formulator) -> P
     return rows(f, relaxed, is_bound=True).relaxed
 
 
-def least_s(small: Shrunk, rules: Mapping[str, Rule], cost: Cost, mesh: Mesh) -> float:
-    """What no plan takes less than, from its products alone, divided evenly over all devices: soon known, and far below the bound of the program."""
-    if cost.cluster.device.curves:  # measured rates may be anything
-        return 0.0
+def least_s(small: Shrunk, rules: Mapping[str, Rule], cost: Cost) -> float:
+    """What no plan takes less than, operator by operator: soon known, where the program of the bound takes too long. What follows from a parameter alone is left
+    out: it follows who reads it."""
+    params = {t.name for t in small.graph.params.values()}
     found = 0.0
     for op in small.graph.ops:
-        rule = rules[op.name]
-        if rule.is_heavy and rule.kind not in ("attention", "attention_backward"):
-            flops = compute.flops(op, rule, {}, mesh) / mesh.size
-            found += small.times[op.name] * cost.kernel_s(rule.kind, compute.compute_dtype(op), flops, 0.0, 0.0)
+        if op.inputs and all(t.name in params for t in op.inputs):
+            params |= {t.name for t in op.outputs if t is not None}
+        else:
+            found += small.times[op.name] * cost.least_s(op, rules[op.name])
     return found
 
 
