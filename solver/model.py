@@ -182,8 +182,8 @@ class Program:
                 needed |= {key[1] for key, _ in p.rests[i] if key[0] == "s"}
         for i in sorted(needed):  # gigabytes
             self.variable["s", i, 0] = rest = self.add(0.0, np.inf)
-            terms = ((self.variable[of], -k if of[0] == "s" else -k / 1e9) for of, k in p.rests[i])
-            self.constrain("rest", 0.0, np.inf, [(rest, 1.0), *terms])
+            parts = [(self.variable[of], -k if of[0] == "s" else -k / 1e9) for of, k in p.rests[i]]
+            self.constrain("rest", 0.0, np.inf, [(rest, 1.0), *parts])
         for row in rows:
             terms = [(self.variable[key], k if key[0] == "s" else k / 1e9) for key, k in row.terms]
             if o.elastic:

@@ -116,7 +116,7 @@ class LargestPositions:
                 flat = ~(up | down)
                 if flat.any():
                     most[g][needs[:, flat].max(axis=1) > CRUMB] = -1.0
-        return {group[1 + i] for g, group in enumerate(groups) for i in np.flatnonzero(least[g] > most[g])}
+        return {group[1 + int(i)] for g, group in enumerate(groups) for i in np.flatnonzero(least[g] > most[g])}
 
     # ---- any two -----------------------------------------------------------------------------------------------------
 

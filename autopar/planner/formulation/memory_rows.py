@@ -128,19 +128,23 @@ class Rows:
         groups = self.groups([*outside, *dict.fromkeys([*([] if f.is_decided else ends), *inside])])
         for group, (common, own) in zip(groups, largest.split(groups), strict=True):
             shared |= {at: (common, mine) for at, mine in zip(group, own, strict=True)}
-        last = _sum(static, step)
+        in_step = _sum(static, step)
         if not f.is_decided:
-            self.relaxed_rows = [self.row("optimizer step", {}, self.relaxation.row(last, False))]
-            relaxed: dict[tuple[int, bool], dict[Key, float]] = {}
-            for chosen, within in ((outside, False), (ends, True)):
-                for at in chosen:
-                    common, mine = shared[at]
-                    if (id(common), within) not in relaxed:
-                        relaxed[id(common), within] = self.relaxation.row(_sum(static, common), within)
-                    row = self.row(self.name(at), relaxed[id(common), within], self.relaxation.row(mine, within))
-                    self.relaxed_rows.append(row)
+            self.relaxed_rows = [self.row("optimizer step", {}, self.relaxation.row(in_step, False))]
+            self.relaxed_rows += [*self.relaxed(outside, static, shared, False), *self.relaxed(ends, static, shared, True)]
         found = [self.row(self.name(at), _sum(static, shared[at][0]), shared[at][1]) for at in (*outside, *inside)]
-        return *found, self.row("optimizer step", {}, last), *self.of_calls(spans, static)
+        return *found, self.row("optimizer step", {}, in_step), *self.of_calls(spans, static)
+
+    def relaxed(
+        self, of: Sequence[At], static: dict[Key, float], shared: Mapping[At, tuple[dict[Key, float], dict[Key, float]]], within: bool
+    ) -> Iterator[Row]:
+        """Relaxed rows; within: of layers. shared: what a position has in common with others, and what not."""
+        relaxed: dict[int, dict[Key, float]] = {}
+        for at in of:
+            common, mine = shared[at]
+            if id(common) not in relaxed:
+                relaxed[id(common)] = self.relaxation.row(_sum(static, common), within)
+            yield self.row(self.name(at), relaxed[id(common)], self.relaxation.row(mine, within))
 
     def candidates(self, largest: LargestPositions) -> tuple[list[At], list[At], list[At]]:
         """Where something is written and memory may be largest: outside of layers, in the last two copies of layers, in others. What relaxed rows are made of is
@@ -221,7 +225,7 @@ class Rows:
 
     def brought(self, key: Key) -> Key:
         """The sum that a key of what is brought elsewhere stands for; any other key as it is."""
-        if key[0] != BROUGHT:
+        if key[0] != BROUGHT or len(key) != 4:
             return key
         if key not in self.sums:
             _, v, direction, of_source = key
