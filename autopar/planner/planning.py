@@ -106,8 +106,10 @@ class Step:
         for together in TOGETHER if short_bytes < handed_on_bytes(self.folded) else ():
             folded = grouped(self.folded, together)
             if folded is not None and small < len(folded.count) <= LARGEST and not s.is_late:
-                limits = replace(s.limits, seconds=min(s.limits.seconds, GROUPED_S))
-                yield replace(self, folded=folded, stages=Stages(folded, s.mesh, s.cluster, s.training, limits, s.on_progress, s.restrict))
+                spent_s = time.perf_counter() - s.start
+                limits = replace(s.limits, seconds=min(s.limits.seconds, spent_s + GROUPED_S), in_proportion=False)
+                larger = Stages(folded, s.mesh, s.cluster, s.training, limits, s.on_progress, s.restrict, s.start)
+                yield replace(self, folded=folded, stages=larger)
 
     def untagged(self) -> Step:
         """Without the tags of the user's."""

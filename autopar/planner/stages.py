@@ -52,6 +52,7 @@ NEAR = 0.08  # a gap, relative, from which the whole program is tried without wh
 FAR = 0.3  # a gap, relative, with which too little could be left out
 # Of the gap that may stay, so much for the solver of the program that gives the bound: at first, and if that is too much.
 SHARES = (0.25, 0.02)
+LARGE = 400  # kinds of operators: on two axes, too, the whole of so many is solved without what cannot be better than with axes merged
 TOO_MANY = 150_000  # arcs: more do not fit the time nor the memory that planning may take
 FIRST_S = 2.0  # of the solver, for a first answer, whatever the time
 SOON_S = 4.0  # left: then axes are merged first, which gives an answer soon
@@ -178,12 +179,13 @@ class Stages:
             self.start = time.perf_counter()
         with without_garbage_collection(), watching(most_bytes=self.limits.memory_bytes):
             v = self.view()
-            if self.limits.in_proportion:
+            if self.limits.in_proportion and merge:
                 seconds = EFFORT_S + EFFORT * least_s(v.shrunk, v.rules, v.cost)
                 self.limits, self.start = replace(self.limits, seconds=min(self.limits.seconds, seconds)), time.perf_counter()
             axes = sum(n > 1 for n in self.mesh.parents.values())
             is_soon = self.until - time.perf_counter() < SOON_S
-            if merge and (axes > WHOLE_AXES or (axes > 1 and is_soon)):
+            is_large = len(v.q.classes.ops) > LARGE
+            if merge and (axes > WHOLE_AXES or (axes > 1 and (is_soon or is_large))):
                 return self.by_merging(v)
             bound_s = -1.0
             try:
