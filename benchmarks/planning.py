@@ -3,7 +3,7 @@
     python -m benchmarks.planning --out benchmarks/results/planning.json
     python -m benchmarks.planning --case llama3-8b,h100:8x8,64,64 --case llama3-8b,h100:32x8,32x8,256,layers=8 --plot growth.html
 
-A case is model,cluster,mesh,batch[,layers=N][,memory=BYTES][,offload=host][,points=N]; with points it is `autopar frontier`. Sequences are of --seq tokens, the computation in bfloat16. Every case is the command
+A case is model,cluster,mesh,batch[,layers=N][,seq=N][,memory=BYTES][,offload=host][,points=N]; with points it is `autopar frontier`. Sequences are of --seq tokens, the computation in bfloat16. Every case is the command
 `autopar plan` in a process of its own, so the times are those a user waits. Imports are reported apart: they are torch's and
 transformers', and the same for every plan. Seconds of the processor are reported beside seconds of the clock: on a busy machine only
 they compare. --growth adds cases that grow in depth, axes and devices; --plot draws them.
@@ -33,6 +33,10 @@ CASES = [
     "llama3-70b,h100:32x8,32x8,256,offload=host",
     "llama3-70b,h100:32x8,32x8,256,memory=40GB,offload=host",
     "llama3-70b,h100:32x8,32x8,256,points=20",
+    "gemma3-1b,h100:2x8,16,32",
+    "gemma3-1b,h100:2x8,2x8,32",
+    "gemma3-1b,h100:2x8,2x4x2,32",
+    "t5-base,a100:2x8,2x8,64,seq=512",
 ]
 GROWTH = [
     *(f"llama3-8b,h100:8x8,64,64,layers={n}" for n in (4, 8, 16, 32)),
@@ -66,6 +70,8 @@ def main() -> None:
 def command_of(case: str, seq: int, seconds: float, out: Path) -> list[str]:
     """The command that plans a case into the file `out`."""
     model, cluster, mesh, batch, *more = case.split(",")
+    seq = next((int(o.split("=")[1]) for o in more if o.startswith("seq=")), seq)
+    more = [o for o in more if not o.startswith("seq=")]
     options = {"layers": "--layers", "memory": "--memory", "offload": "--offload", "points": "--points"}
     frontier = any(o.startswith("points=") for o in more)
     command = [sys.executable, "-m", "autopar", "frontier" if frontier else "plan", model, "--cluster", cluster, "--mesh", mesh]
@@ -80,7 +86,7 @@ def measured(case: str, seq: int, seconds: float) -> dict[str, Any]:
     frontier = "points=" in case
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "plan.json"
-        command = command_of(case, seq, seconds, out)
+        command = [*command_of(case, seq, seconds, out), "-v"]  # stages are told
         start = time.perf_counter()
         with (Path(folder) / "said").open("w+") as said_to:
             process = subprocess.Popen(command, stdout=said_to, stderr=subprocess.STDOUT)

@@ -155,8 +155,10 @@ def reach(have: set[int], wanted: set[int], flow: Flow, arcs: frozenset[int]) ->
 
 def rests_bytes(problem: Problem, decision: Decision) -> list[float]:
     """What a decision makes of `Problem.rests`."""
-    on = variables_on(problem, decision)
-    return [max(0.0, sum(k for key, k in rest if on(key))) for rest in problem.rests]
+    on, out = variables_on(problem, decision), list[float]()
+    for rest in problem.rests:
+        out.append(max(0.0, sum(k * (out[key[1]] if key[0] == "s" else on(key)) for key, k in rest)))
+    return out
 
 
 def happening(problem: Problem, rerun: Collection[int]) -> list[bool]:

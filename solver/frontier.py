@@ -167,7 +167,7 @@ class Relaxation:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.program = Program(problem, Options())
+        self.program = Program(problem, Options(every_row=True))
         self.program.integer = [False] * len(self.program.integer)
         self.model = mathopt.Model.from_model_proto(self.program.proto())
         kinds = zip(self.model.linear_constraints(), self.program.row_kind, strict=True)

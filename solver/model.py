@@ -39,7 +39,8 @@ from dataclasses import dataclass
 import numpy as np
 from ortools.math_opt import model_pb2
 
-from autopar.solver.problem import BACKWARD, FORWARD, NONE, Decision, Event, Flow, Key, Member, Problem
+from autopar.solver.problem import BACKWARD, FORWARD, NONE, Decision, Event, Flow, Key, Member, Problem, Row
+from autopar.solver.watch import check
 
 TIE = 1e-5
 
@@ -47,13 +48,14 @@ TIE = 1e-5
 @dataclass(frozen=True)
 class Options:
     """policies: "continuous" | "binary". fixed: strategies already decided. elastic: one variable, in GB, lifts every memory row.
-    kept, rerun: policies already decided."""
+    kept, rerun: policies already decided. every_row: memory rows that hold whatever is decided are written too."""
 
     policies: str = "continuous"
     fixed: Sequence[int] | None = None
     elastic: bool = False
     kept: Mapping[int, frozenset[int]] | None = None
     rerun: frozenset[int] | None = None
+    every_row: bool = False
 
 
 class Program:
@@ -156,6 +158,7 @@ class Program:
             for v, nodes in rerun.reads:
                 reread[v].append((i, nodes))
         for v, value in enumerate(p.values):
+            check()
             self.flow(v, FORWARD, value.forward, [], [])
             for n in dict.fromkeys(policy.node for policy in value.policies):
                 there = [(self.variable["x", e.choice, s], 1.0) for e in (*value.forward.supplies, *value.forward.demands)
@@ -172,11 +175,16 @@ class Program:
                 self.constrain("time", 0.0, np.inf, [(self.stages[account.stage], 1.0), *((v, -k) for v, k in self.time[a])])
         if o.elastic:
             self.over = self.add(0.0, np.inf, False, 0.0)
-        rests = {key for row in p.rows for key, _ in row.terms if key[0] == "s"}
-        for key in sorted(rests):  # gigabytes
-            self.variable[key] = rest = self.add(0.0, np.inf)
-            self.constrain("rest", 0.0, np.inf, [(rest, 1.0), *((self.variable[of], -k / 1e9) for of, k in p.rests[key[1]])])
-        for row in p.rows:
+        rows = p.rows if o.elastic or o.every_row else _that_may_bind(p)
+        needed = {key[1] for row in rows for key, _ in row.terms if key[0] == "s"}
+        for i in reversed(range(len(p.rests))):
+            if i in needed:
+                needed |= {key[1] for key, _ in p.rests[i] if key[0] == "s"}
+        for i in sorted(needed):  # gigabytes
+            self.variable["s", i, 0] = rest = self.add(0.0, np.inf)
+            parts = [(self.variable[of], -k if of[0] == "s" else -k / 1e9) for of, k in p.rests[i]]
+            self.constrain("rest", 0.0, np.inf, [(rest, 1.0), *parts])
+        for row in rows:
             terms = [(self.variable[key], k if key[0] == "s" else k / 1e9) for key, k in row.terms]
             if o.elastic:
                 terms.append((self.over, -1.0))
@@ -313,3 +321,26 @@ class Program:
                     mine = {a for a in range(len(flow.arcs)) if on(("e", v, direction, a))}
                     arcs[v, direction] = frozenset(mine)
         return Decision(x, {v: k for v, k in kept.items() if k}, rerun, {k: a for k, a in arcs.items() if a}), whole
+
+
+def _that_may_bind(p: Problem) -> list[Row]:
+    """Memory rows that some decision exceeds. Of a choice's strategies, of a value's policies and of a rerun's strategies at most one counts."""
+    most_of: list[float] = []
+
+    def most(terms: Iterable[tuple[Key, float]]) -> float:
+        one: dict[tuple[str, int], float] = {}
+        total = 0.0
+        for key, k in terms:
+            if k <= 0:
+                continue
+            if key[0] == "s":
+                total += k * most_of[key[1]]
+            elif key[0] in ("x", "y", "r"):
+                one[key[0], key[1]] = max(one.get((key[0], key[1]), 0.0), k)
+            else:
+                total += k
+        return total + sum(one.values())
+
+    for rest in p.rests:
+        most_of.append(most(rest))
+    return [row for row in p.rows if row.constant + most(row.terms) > p.budget_bytes]

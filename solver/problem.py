@@ -163,7 +163,9 @@ class Problem:
     constant_s: float = 0.0
     forbidden: frozenset[tuple[int, int]] = field(default_factory=frozenset)  # (choice, strategy)
     events: tuple[Event, ...] = ()  # of what runs again: `autopar.planner.formulation.recompute_chains`
-    rests: tuple[tuple[tuple[Key, float], ...], ...] = ()  # what rows have in common: sums of coefficient x variable, in bytes
+    rests: tuple[
+        tuple[tuple[Key, float], ...], ...
+    ] = ()  # what rows have in common: sums of coefficient x variable, in bytes, and of earlier ones
     relaxed_rows: tuple[Row, ...] = ()  # rows that hold for policies that are means over layers, whatever policy each has
     limits: tuple[Limit, ...] = ()
     relaxed_limits: tuple[Limit, ...] = ()

@@ -24,9 +24,13 @@ from autopar.solver.problem import Decision, Problem
 
 @dataclass(frozen=True)
 class Limits:
+    """seconds: of planning, from capture to plan; in_proportion: fewer where a step takes milliseconds; memory_bytes: of the process that plans."""
+
     gap: float = 0.01
     seconds: float = 60.0
     nodes: int = 10_000
+    in_proportion: bool = False
+    memory_bytes: float = float("inf")
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class Infeasible:
     strategies: tuple[int, ...] = ()
 
 
+LEAST_S = 0.3  # of a call of the solver: less is not worth its start
 SLIGHT = 1e-5  # of the budget: so much more is still within it
 
 
@@ -90,7 +95,7 @@ def solve(
     if not isinstance(answer, Solution) or over <= SLIGHT * problem.budget_bytes:
         return answer
     # The solver holds rows to a kilobyte, which is much where a budget is a few hundred.
-    left = replace(limits, seconds=max(1.0, limits.seconds - (time.perf_counter() - start)))
+    left = replace(limits, seconds=max(LEAST_S, limits.seconds - (time.perf_counter() - start)))
     within = _solve(replace(problem, budget_bytes=problem.budget_bytes - 2 * over), left, hints, progress)
     if isinstance(within, Infeasible):
         return replace(within, shortfall_bytes=max(over, within.least_bytes - problem.budget_bytes))
@@ -221,7 +226,7 @@ def _run(
 ) -> tuple[Sequence[float], float, str]:
     model = mathopt.Model.from_model_proto(program.proto())
     variables = list(model.variables())
-    left = max(1.0, limits.seconds - (time.perf_counter() - start))
+    left = max(LEAST_S, limits.seconds - (time.perf_counter() - start))
     params = mathopt.SolveParameters(
         time_limit=datetime.timedelta(seconds=left), relative_gap_tolerance=limits.gap, node_limit=limits.nodes, random_seed=1
     )
@@ -306,7 +311,7 @@ def _smallest(
     if within_s < float("inf"):
         program.constrain("limit", -float("inf"), (within_s - problem.constant_s) * 1e3, [(t, 1.0) for t in program.stages])
     model = mathopt.Model.from_model_proto(program.proto("over"))
-    left = max(5.0, limits.seconds - (time.perf_counter() - start))
+    left = max(LEAST_S, limits.seconds - (time.perf_counter() - start))
     params = mathopt.SolveParameters(time_limit=datetime.timedelta(seconds=left), relative_gap_tolerance=gap)
     result = highs(model, params, mathopt.ModelSolveParameters(solution_hints=_all_recomputed(program, list(model.variables()))))
     reason = result.termination.reason

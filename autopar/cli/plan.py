@@ -8,14 +8,14 @@ from typing import Annotated
 import typer
 
 from autopar.cli.options import AsJson, Batch, Computed, Devices, Model, Sequence, writable
-from autopar.cli.planned import Accumulation, Axes, Gap, Hand, Layers, Memory, Offloaded, Optimizer, Step, TimeLimit
+from autopar.cli.planned import Accumulation, Axes, Gap, Hand, Layers, Memory, Offloaded, Optimizer, PlanningMemory, Step, TimeLimit
 from autopar.errors import AutoparError
 
 
 def plan(
     model: Model, cluster: Devices, batch: Batch, seq: Sequence, mesh: Axes = None, layers: Layers = None, precision: Computed = "bf16",
     optimizer: Optimizer = "adamw", grad_accumulation: Accumulation = 1, memory: Memory = None, offload: Offloaded = None, layout: Hand = None,
-    time_limit: TimeLimit = None, gap: Gap = None,
+    time_limit: TimeLimit = None, gap: Gap = None, planning_memory: PlanningMemory = None,
     output: Annotated[str | None, typer.Option("--output", "-o", metavar="FILE", help="write the plan here; - is standard output")] = None,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
@@ -25,7 +25,21 @@ def plan(
     if output not in (None, "-"):
         writable(Path(str(output)), "The plan", "--output")
     asked = Step(
-        model, cluster, batch, seq, mesh, layers, precision, optimizer, grad_accumulation, memory, offload, layout, time_limit, gap
+        model,
+        cluster,
+        batch,
+        seq,
+        mesh,
+        layers,
+        precision,
+        optimizer,
+        grad_accumulation,
+        memory,
+        offload,
+        layout,
+        time_limit,
+        gap,
+        planning_memory,
     )
     made = asked.ask("plan")
     from autopar.plan import schema as plan_schema

@@ -35,7 +35,11 @@ Offloaded = Annotated[
     str | None, typer.Option("--offload", help="where activations may be kept besides the device: host, nvme or host,nvme")
 ]
 Hand = Annotated[str | None, typer.Option("--layout", help="keep to a hand layout: ddp, fsdp, tp or fsdp+tp")]
-TimeLimit = Annotated[float | None, typer.Option(min=0.1, help="seconds the solver may take")]
+TimeLimit = Annotated[float | None, typer.Option(min=0.1, help="seconds that planning may take, from the model to the plan")]
+PlanningMemory = Annotated[
+    str | None,
+    typer.Option("--planning-memory", help="most memory that planning may take itself: 4GB, 500MB; an error where it is not enough"),
+]
 Gap = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="stop this close to the bound: 0.01 is one per cent")]
 
 
@@ -57,6 +61,7 @@ class Step:
     layout: str | None
     time_limit: float | None
     gap: float | None
+    planning_memory: str | None = None
 
     def check(self, mesh: str | dict[str, int] | None) -> None:
         """Raises what the planner would raise of these words after seconds of imports and of building the model."""
@@ -77,6 +82,7 @@ class Step:
     def ask(self, verb: str, **asked: str | int) -> Any:
         """What `verb` of `autopar.planner.offline` (plan, explain, frontier) answers, with progress. What needs no model is checked before one is built."""
         budget = self.memory if self.memory is None or self.memory in NAMES else parse_bytes(self.memory, "--memory")
+        own_memory = None if self.planning_memory is None else parse_bytes(self.planning_memory, "--planning-memory")
         shape = None if self.mesh is None else _mesh(self.mesh)
         self.check(shape)
         from autopar.capture.in_subprocess import is_worthwhile
@@ -89,7 +95,8 @@ class Step:
             if cli_options.alone:
                 gc.freeze()  # modules stay: nobody looks through them for garbage, not even in the end
             on_progress("imports and configuration", time.perf_counter() - start)
-            options = {k: v for k, v in (("seconds", self.time_limit), ("gap", self.gap)) if v is not None}
+            limits = ("seconds", self.time_limit), ("gap", self.gap), ("memory_bytes", own_memory)
+            options = {k: v for k, v in limits if v is not None}
             return does(
                 module, shapes, self.cluster, shape,
                 precision=self.precision, optimizer=self.optimizer, grad_accumulation=self.grad_accumulation, layout=self.layout, memory=budget,

@@ -111,6 +111,20 @@ class Cost:
         kind = compute.attention_kind(op, rule, strategy, self.mesh) if rule.kind == "attention" else rule.kind
         return OpCost(self.kernel_s(kind, compute.compute_dtype(op), flops, moved, launches), flops, moved)
 
+    def least_s(self, op: Op, rule: Rule) -> float:
+        """What one run of `op` takes at least, however it is split: all its work and all its bytes evenly over all devices. Nothing is said where rates are measured,
+        which may be anything."""
+        if memory.is_view(op, rule) or self.cluster.device.curves:
+            return 0.0
+        read, written = frozenset(t.name for t in memory.reads(op)), frozenset(t.name for t in memory.writes(op))
+        launches: float = bool(written)
+        if rule.kind not in compute.HEAVY and self.fused is not None and op.name in self.fused:
+            read, written, launches = self.fused[op.name]
+        outs = tuple(None if t is None else Placement.of(t.shape) for t in op.outputs)
+        moved = memory.moved_bytes(op, tuple(Placement.of(t.shape) for t in op.inputs), outs, self.mesh, read, written) / self.mesh.size
+        kind = compute.attention_kind(op, rule, {}, self.mesh) if rule.kind == "attention" else rule.kind
+        return self.kernel_s(kind, compute.compute_dtype(op), compute.flops(op, rule, {}, self.mesh) / self.mesh.size, moved, launches)
+
     def stored(self, op: Op, recompute: bool = False) -> frozenset[str]:
         """Of a memory-bound op's results, those that are in memory though none of them is kept for backward. again: where it runs again there."""
         assert self.fused is not None

@@ -216,8 +216,10 @@ def _matching(
     name: str, asked: _Asked, wanted_splits: Mapping[str, _WantedSplit], names: Names, rules: Mapping[str, Rule], mesh: Mesh
 ) -> tuple[int, set[int]]:
     """The choice that decides about `name`, and its strategies that are as wished; _Cannot where there are none."""
+    q = names.symmetry
     if not asked.target:
-        return _storages(name, wanted_splits, names, mesh)
+        return _storages(q.tensor_rep.get(name, name), wanted_splits, names, mesh)
+    name = q.rep.get(name, name)
     if name in names.clusters.of:
         return _strategies(name, wanted_splits, names, rules[name], mesh)
     raise _Cannot("it follows from a parameter alone: it is placed as whoever reads it does")

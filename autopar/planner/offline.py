@@ -77,7 +77,7 @@ def plan(
     one call, with its share of the reduction of gradients and of that step. memory: budget of a device in bytes; "fastest", as by default: what it has, less a reserve; "least": the plan of the smallest
     peak instead of the fastest one. offload: where activations may be kept besides the device: "host",
     False or an `Offload`; default nowhere. layout: the best plan that is this hand
-    layout. options: "seconds" and "gap" of the solver. progress: called with a stage's name and its seconds (`autopar.text.stages` says with what else). in_subprocess: captures two depths of the model at
+    layout. options: "seconds" from the call to the plan, "gap", "memory_bytes" of this process. progress: called with a stage's name and its seconds (`autopar.text.stages` says with what else). in_subprocess: captures two depths of the model at
     once, one in a forked process: not where other threads run or CUDA is in use.
 
     Raises InfeasibleError when nothing fits, CaptureError, MeshError, ClusterError, LayoutError.
@@ -86,7 +86,7 @@ def plan(
     t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, on_progress, in_subprocess)
     limits = limits_of(options)
     least = Memory.of(memory).least
-    planned = plan_graph(t.folded, t.mesh_axes, t.cluster, t.training, limits, on_progress, layout, least)
+    planned = plan_graph(t.folded, t.mesh_axes, t.cluster, t.training, limits, on_progress, layout, least, on_progress.start)
     made = _of_the_whole(planned.plan, t.folded, model)
     on_progress.rest()
     training = within(t.training, planned.plan) if least else t.training

@@ -70,6 +70,7 @@ class Step:
         limits: Limits | None,
         progress: Callable[[str, float], None] | None,
         layout: str | Layout | None,
+        since: float | None = None,
     ) -> Step:
         mesh = Mesh.of(dict(mesh_axes))
         on_progress = progress or (lambda stage, seconds: None)
@@ -80,13 +81,11 @@ class Step:
         hand = None if layout is None else Layout.of(layout, mesh)
 
         def restrict(problem: Problem, names: Names, rules: Mapping[str, Rule], on: Mesh) -> Problem:
-            return (
-                problem
-                if hand is None
-                else replace(problem, forbidden=problem.forbidden | forbidden(hand, problem, names, rules, on, mesh))
-            )
+            assert hand is not None
+            return replace(problem, forbidden=problem.forbidden | forbidden(hand, problem, names, rules, on, mesh))
 
-        stages = Stages(folded, mesh if hand is None else by_role(hand, mesh), cluster, training, limits, on_progress, restrict)
+        kept_to = None if hand is None else restrict
+        stages = Stages(folded, mesh if hand is None else by_role(hand, mesh), cluster, training, limits, on_progress, kept_to, since)
         return Step(folded, mesh, cluster, training, hand, stages)
 
     @contextlib.contextmanager
@@ -106,9 +105,11 @@ class Step:
         s, small = self.stages, len(self.folded.count)
         for together in TOGETHER if short_bytes < handed_on_bytes(self.folded) else ():
             folded = grouped(self.folded, together)
-            if folded is not None and small < len(folded.count) <= LARGEST:
-                limits = replace(s.limits, seconds=min(s.limits.seconds, GROUPED_S))
-                yield replace(self, folded=folded, stages=Stages(folded, s.mesh, s.cluster, s.training, limits, s.on_progress, s.restrict))
+            if folded is not None and small < len(folded.count) <= LARGEST and not s.is_late:
+                spent_s = time.perf_counter() - s.start
+                limits = replace(s.limits, seconds=min(s.limits.seconds, spent_s + GROUPED_S), in_proportion=False)
+                larger = Stages(folded, s.mesh, s.cluster, s.training, limits, s.on_progress, s.restrict, s.start)
+                yield replace(self, folded=folded, stages=larger)
 
     def untagged(self) -> Step:
         """Without the tags of the user's."""
@@ -126,17 +127,19 @@ def plan_graph(
     progress: Callable[[str, float], None] | None = None,
     layout: str | Layout | None = None,
     least: bool = False,
+    since: float | None = None,
 ) -> Planned:
     """The best plan for `graph` on a mesh of `cluster`'s devices, under `training.budget_bytes`.
 
     graph: as captured, or folded already (from shallow captures of a deep program: `autopar.capture.tile`). layout: the best plan that is this hand
     layout (`autopar.planner.formulation.layouts` says what that leaves to choose). least: not the fastest plan, but that of the smallest peak.
-    limits: where they end before there is an answer, as much time again goes into another way to find one.
+    limits: where they end before there is an answer, axes are merged or a hand layout is taken, which has one soon. since: when planning began
+    (`time.perf_counter`), if before this call.
 
     Raises InfeasibleError naming the position of the step that does not fit, by how much, and what would help; LayoutError when the model
     or the mesh does not allow the layout.
     """
-    step = Step.of(graph, mesh_axes, cluster, training, limits, progress, layout)
+    step = Step.of(graph, mesh_axes, cluster, training, limits, progress, layout, since)
 
     def solved(step: Step) -> Found:
         return budgets.least(step.stages) if least else step.stages.run()

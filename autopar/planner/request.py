@@ -69,12 +69,24 @@ def limits_of(options: Mapping[str, float] | None) -> Limits:
     """What people say to the solver, checked."""
     given = dict(options or {})
     for key, value in given.items():
-        if key not in ("seconds", "gap", "nodes") or isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+        if (
+            key not in ("seconds", "gap", "nodes", "memory_bytes")
+            or isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or value < 0
+        ):
             raise AutoparError(
                 f"options has {key!r}: {value!r}",
-                fix='use options={"seconds": 60, "gap": 0.01}: the time the solver may take, how far its answer may be from the best',
+                fix='use options={"seconds": 60, "gap": 0.01, "memory_bytes": 8e9}: the time that planning may take, how far its answer may be from the best, '
+                "the memory of the process that plans",
             )
-    return Limits(given.get("gap", Limits.gap), given.get("seconds", Limits.seconds), int(given.get("nodes", Limits.nodes)))
+    return Limits(
+        given.get("gap", Limits.gap),
+        given.get("seconds", Limits.seconds),
+        int(given.get("nodes", Limits.nodes)),
+        in_proportion="seconds" not in given,
+        memory_bytes=given.get("memory_bytes", Limits.memory_bytes),
+    )
 
 
 def refuse_other_mesh(plan: Plan, axes: Mapping[str, int]) -> None:

@@ -8,7 +8,7 @@ Three axes and more. An operator has tens of strategies there and a tensor as ma
 of thousands of variables. But few good plans use every axis for something else. So axes are merged: first all into one, then into two;
 each is the same problem with fewer strategies, at the same prices, and its answer is an answer of the whole. How good it is is said
 against a bound of the whole (`autopar.planner.formulation.lower_bound`). Where that leaves a gap, the whole program is solved without what cannot be in an answer better than
-the best so far (`solver.prune`): a few percent of it. All ends as soon as the gap is reached. So are two axes whose program has no answer in time.
+the best so far (`solver.prune`): a few percent of it. All ends as soon as the gap is reached. So are two axes whose program has no answer in time, or which have little of it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from autopar.cost import Cost
 from autopar.graph.mesh import Mesh
 from autopar.hardware.cluster import Cluster
 from autopar.planner.formulation.formulated import Formulated
-from autopar.planner.formulation.lower_bound import lower_bound_problem
+from autopar.planner.formulation.layouts import by_role, forbidden
+from autopar.planner.formulation.lower_bound import least_s, lower_bound_problem
 from autopar.planner.formulation.names import Names
 from autopar.planner.formulation.problem import Formulator
 from autopar.planner.formulation.symmetry import SymmetryClasses, symmetry
 from autopar.planner.formulation.training import TrainingConfig
+from autopar.planner.layout import Layout
 from autopar.planner.segments import Segments, at_share, last_alone, shares, three, two
 from autopar.rules import lookup
 from autopar.rules.grammar import Rule
@@ -38,6 +40,7 @@ from autopar.solver.problem import Decision, Problem
 from autopar.solver.prune import prune
 from autopar.solver.shrink import Shrunk, shrink
 from autopar.solver.solve import Infeasible, Limits, NoAnswer, Solution, explain, least, smallest, solve, solve_relaxed
+from autopar.solver.watch import watching
 from autopar.text.stages import Begun, Note
 from autopar.text.times import format_time
 
@@ -49,7 +52,14 @@ NEAR = 0.08  # a gap, relative, from which the whole program is tried without wh
 FAR = 0.3  # a gap, relative, with which too little could be left out
 # Of the gap that may stay, so much for the solver of the program that gives the bound: at first, and if that is too much.
 SHARES = (0.25, 0.02)
+LARGE = 400  # kinds of operators: on two axes, too, the whole of so many is solved without what cannot be better than with axes merged
 TOO_MANY = 150_000  # arcs: more do not fit the time nor the memory that planning may take
+FIRST_S = 2.0  # of the solver, for a first answer, whatever the time
+SOON_S = 4.0  # left: then axes are merged first, which gives an answer soon
+HAND_S, HAND_GAP = 20.0, 0.05  # of the solver, for a hand layout where nothing else has an answer: it hardly ever takes them
+LAST = 0.75  # of the time: then the whole program is given up for one that has an answer soon
+EFFORT_S, EFFORT = 6.0, 500.0  # in proportion: so many seconds, and so many times what a step takes at least
+ARCS = 6000  # that the solver gets through in a second
 SHRINK = 0.8  # of the smallest peak known: the budget at which strategies with a smaller one are looked for
 NARROW = 0.1  # of a budget that suffices for nothing: they are not looked for nearer to it
 OnProgress = Callable[[str, float], None]
@@ -82,7 +92,7 @@ class _View:
 
 
 class Stages:
-    """One folded step on one mesh. restrict: takes strategies away (a layout)."""
+    """One folded step on one mesh. restrict: takes strategies away (a layout). since: when planning began (`time.perf_counter`), if before."""
 
     def __init__(
         self,
@@ -93,12 +103,23 @@ class Stages:
         limits: Limits | None = None,
         on_progress: OnProgress | None = None,
         restrict: Restrict | None = None,
+        since: float | None = None,
     ) -> None:
         self.folded, self.mesh, self.cluster, self.training = folded, mesh, cluster, training
         self.limits, self.on_progress, self.restrict = limits or Limits(), on_progress or (lambda stage, seconds: None), restrict
-        self.start = time.perf_counter()
+        self.start = time.perf_counter() if since is None else since
+        self.is_started = since is not None
+        self.has_answer = self.is_first = False
+        self.uncut: _View | None = None
 
     def view(self, segments: Mapping[str, Sequence[int]] | None = None) -> _View:
+        """Of the graph with its layers cut so; without, the same one each time."""
+        if segments is None:
+            self.uncut = self.uncut or self._view(None)
+            return self.uncut
+        return self._view(segments)
+
+    def _view(self, segments: Mapping[str, Sequence[int]] | None) -> _View:
         small = shrink(self.folded, segments)
         rules = {op.name: lookup(op) for op in small.graph.ops}
         fuses = self.training.fuses
@@ -139,24 +160,62 @@ class Stages:
 
     @property
     def left(self) -> Limits:
-        return replace(self.limits, seconds=max(1.0, self.limits.seconds - (time.perf_counter() - self.start)))
+        """For a call of the solver. Until there is an answer, some time in any case."""
+        return replace(self.limits, seconds=max(0.0 if self.has_answer else FIRST_S, self.until - time.perf_counter()))
+
+    @property
+    def until(self) -> float:
+        """What is tried first leaves some time for what is soon found."""
+        return self.start + self.limits.seconds * (LAST if self.is_first and not self.has_answer else 1.0)
+
+    @property
+    def is_late(self) -> bool:
+        return time.perf_counter() > self.until
 
     def run(self, merge: bool = True) -> Found:
-        """merge: whether axes may be merged where the program of all of them is too large, or has no answer in time: the first that is merged
-        then has as much time again. Raises TimeoutError when the clock stopped before any answer."""
-        self.start = time.perf_counter()
-        with without_garbage_collection():
+        """merge: whether axes may be merged where the program of all of them is too large, or has no answer in time. What they have then is the answer, or what
+        the layout has that is FSDP. Raises TimeoutError where even that has none."""
+        if not self.is_started:
+            self.start = time.perf_counter()
+        with without_garbage_collection(), watching(most_bytes=self.limits.memory_bytes):
             v = self.view()
+            if self.limits.in_proportion and merge:
+                seconds = EFFORT_S + EFFORT * least_s(v.shrunk, v.rules, v.cost)
+                self.limits, self.start = replace(self.limits, seconds=min(self.limits.seconds, seconds)), time.perf_counter()
             axes = sum(n > 1 for n in self.mesh.parents.values())
-            if axes > WHOLE_AXES and merge:
+            is_soon = self.until - time.perf_counter() < SOON_S
+            is_large = len(v.q.classes.ops) > LARGE
+            if merge and (axes > WHOLE_AXES or (axes > 1 and (is_soon or is_large))):
                 return self.by_merging(v)
+            bound_s = -1.0
             try:
-                return self.on(v, self.mesh)
-            except NoAnswer as e:
-                if axes < 2 or not merge:
+                self.is_first = merge
+                with watching(until=self.until if merge else math.inf):
+                    return self.on(v, self.mesh)
+            except TimeoutError as e:
+                if not merge or (axes < 2 and self.restrict is not None):
                     raise
-                self.start = time.perf_counter()
-                return self.by_merging(v, e.bound_s)
+                bound_s = e.bound_s if isinstance(e, NoAnswer) else bound_s
+            self.is_first = False
+            if axes > 1:
+                with contextlib.suppress(*([TimeoutError] if self.restrict is None else [])):
+                    return self.by_merging(v, bound_s)
+            return self.by_hand(v, bound_s)
+
+    def by_hand(self, v: _View, bound_s: float) -> Found:
+        """The best that is FSDP, of what is soon found."""
+        self.start = time.perf_counter()
+        self.limits = replace(self.limits, seconds=HAND_S, gap=max(self.limits.gap, HAND_GAP))
+        hand = Layout.of("fsdp", self.mesh)
+        mesh = by_role(hand, self.mesh)
+        f, problem = self.formulated(v, mesh)
+        problem = replace(problem, forbidden=problem.forbidden | forbidden(hand, problem, f.names, v.rules, mesh, self.mesh))
+        found = self.on(v, mesh, True, (f, problem))
+        if isinstance(found.answer, Solution):
+            least = max(bound_s, least_s(v.shrunk, v.rules, v.cost))
+            answer = replace(found.answer, bound_s=min(least, found.answer.objective_s), stopped_by="time")
+            return replace(found, answer=answer)
+        raise NoAnswer("not even of what is FSDP", bound_s)
 
     # ---- one program -----------------------------------------------------------------------------------------------
 
@@ -167,6 +226,8 @@ class Stages:
         takes less than `far_s`."""
         start = time.perf_counter()
         f, problem = made or self.formulated(v, mesh)
+        if self.is_first and arcs_of(problem) > ARCS * (self.until - time.perf_counter()):
+            raise NoAnswer("the program is too large for the time", -1.0)
         self.begin(f"solve {_axes(mesh)}")
         seen = solve_relaxed(problem.relaxed, problem, self.left, self.on_progress)
         if seen is None:
@@ -261,16 +322,23 @@ class Stages:
             """Seconds of the best answer with the layers cut so."""
             nonlocal best
             key = tuple(segments.values())
-            if key in looked or (best is not None and time.perf_counter() - self.start > self.limits.seconds):
+            if key in looked or (best is not None and self.is_late):
                 return looked.get(key, math.inf)
             v, f, problem = uncut
-            if any(len(cut) > 1 for cut in segments.values()):
-                v = self.view({name: cut for name, cut in segments.items() if len(cut) > 1})
-                f, problem = self.formulated(v, mesh, only=strategies)
-            found = solve(problem, self.left)
+            try:
+                if any(len(cut) > 1 for cut in segments.values()):
+                    v = self.view({name: cut for name, cut in segments.items() if len(cut) > 1})
+                    f, problem = self.formulated(v, mesh, only=strategies)
+                found = solve(problem, self.left)
+            except TimeoutError:
+                if best is None and not any(math.isfinite(x) for x in looked.values()):
+                    raise
+                looked[key] = math.inf
+                return math.inf
             looked[key] = found.objective_s if isinstance(found, Solution) else math.inf
             if isinstance(found, Solution):
                 found = replace(found, bound_s=min(bound_s, found.objective_s))
+                self.has_answer = True
                 if best is None or not isinstance(best.answer, Solution) or found.objective_s < best.answer.objective_s * (1 - 1e-6):
                     best = Found(mesh, problem, f.names, v.shrunk, v.rules, found, f.formulated())
                     self.so_far(mesh, bound_s, best)
@@ -310,7 +378,10 @@ class Stages:
     def guided(self, f: Formulator, problem: Problem, n_of: Mapping[str, int]) -> tuple[list[Segments], float]:
         """Cuts that the relaxation of an uncut program suggests, uncut first; and its seconds, which more cuts can hardly go below."""
         uncut: Segments = {name: (n,) for name, n in n_of.items()}
-        relaxed = Relaxation(problem).at(self.training.budget_bytes, self.left)
+        try:
+            relaxed = Relaxation(problem).at(self.training.budget_bytes, self.left)
+        except TimeoutError:
+            relaxed = None
         if relaxed is None:
             return [uncut], 0.0
         ks = shares(f.formulated(), problem, relaxed, n_of)
@@ -334,15 +405,20 @@ class Stages:
             found = self.on(v, smaller, True, made, far_s)
             if isinstance(found.answer, Solution):
                 found = replace(found, answer=replace(found.answer, bound_s=min(bound, found.answer.objective_s)))
+            self.has_answer |= isinstance(found.answer, Solution)
             if best is None or better(found.answer, best.answer):
                 best = found
                 self.so_far(self.mesh, bound, best)
 
         for smaller in merged(self.mesh):
-            late = time.perf_counter() - self.start > self.limits.seconds
+            late = self.is_late
             if _is_within(best, near) or ((best is not None or far) and (late or smaller.parents == self.mesh.parents)):
                 break
-            made = self.formulated(v, smaller)
+            try:
+                with watching(until=self.until if best is not None else math.inf):
+                    made = self.formulated(v, smaller)
+            except TimeoutError:
+                break
             if coarse_bound_s < 0:
                 coarse_bound_s = self.coarse_bound(v, *made)
                 bound = max(bound_s, coarse_bound_s)
@@ -363,16 +439,18 @@ class Stages:
         assert best is not None
         late = time.perf_counter() - self.start > self.limits.seconds / 2
         if isinstance(best.answer, Solution) and self.limits.gap < best.answer.gap <= FAR and not late:
-            best = self.pruned(v, best, bound, coarse_bound_s)
+            with watching(until=self.until), contextlib.suppress(TimeoutError):
+                best = self.pruned(v, best, bound, coarse_bound_s)
         if isinstance(best.answer, Solution):
             best = replace(best, answer=replace(best.answer, seconds=time.perf_counter() - self.start))
         if isinstance(best.answer, Solution) and best.answer.gap > self.limits.gap:
-            spent = time.perf_counter() - self.start > self.limits.seconds
-            best = replace(best, answer=replace(best.answer, stopped_by="time" if spent else "axes"))
+            best = replace(best, answer=replace(best.answer, stopped_by="time" if self.is_late else "axes"))
         return best
 
     def coarse_bound(self, v: _View, f: Formulator, problem: Problem) -> float:
         """A bound of the whole. f, problem: of its mesh with axes merged."""
+        if self.until - time.perf_counter() < SOON_S:
+            return least_s(v.shrunk, v.rules, v.cost)
         began = time.perf_counter()
         self.begin("bound")
         bound_s = least(lower_bound_problem(f.formulated(), problem, Formulator(v.q, v.rules, self.mesh, v.cost, self.training)), self.left)
@@ -386,7 +464,7 @@ class Stages:
         assert isinstance(best.answer, Solution)
         known = best.answer.objective_s
         f, problem = self.formulated(v, self.mesh, room_s=known - coarse_bound_s, trim=lambda p: prune(p, coarse_bound_s, known))
-        if sum(len(flow.arcs) for value in problem.values for flow in (value.forward, value.backward) if flow) > TOO_MANY:
+        if arcs_of(problem) > TOO_MANY:
             return best
         self.begin(f"solve {_axes(self.mesh)}, without what cannot be better")
         try:
@@ -480,6 +558,10 @@ def _is_recomputed(problem: Problem, decision: Decision) -> bool:
 def _is_within(found: Found | None, gap: float) -> bool:
     """Whether there is an answer, and it is as near to its bound as that, relatively."""
     return found is not None and isinstance(found.answer, Solution) and found.answer.gap <= gap
+
+
+def arcs_of(problem: Problem) -> int:
+    return sum(len(flow.arcs) for value in problem.values for flow in (value.forward, value.backward) if flow)
 
 
 def better(a: Solution | Infeasible, b: Solution | Infeasible) -> bool:

@@ -29,6 +29,7 @@ from autopar.graph.graph import Graph
 from autopar.graph.mesh import Mesh
 from autopar.hardware.cluster import Cluster
 from autopar.planner.formulation import clusters as together
+from autopar.planner.formulation.largest_positions import LargestPositions
 from autopar.planner.formulation.lower_bound import lower_bound_problem
 from autopar.planner.formulation.memory_rows import rows
 from autopar.planner.formulation.names import Names
@@ -168,8 +169,10 @@ class Whole:
 
 def whole(f: Folded, small: Formulator, cluster: Cluster, training: TrainingConfig, only: Sequence[int] | None = None) -> Whole:
     """small: of `f`, folded. only: of the folded problem's choices the strategies that are left."""
+    q = small.program.q  # layers that are alike but no copies decide alike too
+    rep, tensor_rep = {n: q.rep[r] for n, r in f.rep.items()}, {n: q.tensor_rep[r] for n, r in f.tensor_rep.items()}
     # Where layers are is told all the same: what a layer hands on is not made again, what it gathers lives from the layer before.
-    alone = formulator(replace(symmetry(shrink(folded(f.graph, (), ()))), stacks=f.stacks), cluster, training)
+    alone = formulator(replace(symmetry(shrink(folded(f.graph, (), ())), patterns=False), stacks=f.stacks), cluster, training)
     copy_of = {
         n: (s, k) for s, stack in enumerate(f.stacks) for copies in (stack.forward, stack.backward) for k, c in enumerate(copies) for n in c
     }
@@ -179,20 +182,20 @@ def whole(f: Folded, small: Formulator, cluster: Cluster, training: TrainingConf
     index: dict[tuple[int, tuple[int, int] | None], int] = {}
     apart: list[together.Cluster] = []
     for op in f.graph.ops:
-        i = cl.of[f.rep[op.name]]
+        i = cl.of[rep[op.name]]
         key = i, copy_of.get(op.name)
         if key not in index:
             index[key] = len(apart)
             like.append(i)
             apart.append(together.Cluster(op.name, len(left[i]), tuple(cl.clusters[i].labels[s] for s in left[i])))
         of[op.name] = index[key]
-        apart[index[key]].members[op.name] = [cl.clusters[i].members[f.rep[op.name]][s] for s in left[i]]
+        apart[index[key]].members[op.name] = [cl.clusters[i].members[rep[op.name]][s] for s in left[i]]
     want, made = (
-        {op.name: [places[f.rep[op.name]][s] for s in left[cl.of[f.rep[op.name]]]] for op in f.graph.ops} for places in (cl.want, cl.made)
+        {op.name: [places[rep[op.name]][s] for s in left[cl.of[rep[op.name]]]] for op in f.graph.ops} for places in (cl.want, cl.made)
     )
     alone.take(together.Clusters(apart, of, want, made, alone.clusters.chain, alone.clusters.maker))
     names = small.names
-    like += [len(cl.clusters), names.inputs, *(names.storage[f.tensor_rep[t.name]][0] for t in f.graph.params.values())]
+    like += [len(cl.clusters), names.inputs, *(names.storage[tensor_rep[t.name]][0] for t in f.graph.params.values())]
     if only is not None:
         alone.only = [only[c] for c in like]
     problem, names = alone.run()
@@ -201,16 +204,16 @@ def whole(f: Folded, small: Formulator, cluster: Cluster, training: TrainingConf
     read: dict[str, set[tuple[str, int]]] = defaultdict(set)
     for op in f.graph.ops:
         for i, t in enumerate(op.inputs):
-            read[t.name].add((f.rep[op.name], i))
+            read[t.name].add((rep[op.name], i))
     for param, grad in f.graph.grads.items():
-        read[grad].add((f.tensor_rep[f.graph.params[param].name], -1))
+        read[grad].add((tensor_rep[f.graph.params[param].name], -1))
     values: dict[object, list[int]] = defaultdict(list)
     for v, value in enumerate(problem.values):
         t = value.name
-        values[f.tensor_rep[t], frozenset(read[t]), t in f.graph.outputs].append(v)
+        values[tensor_rep[t], frozenset(read[t]), t in f.graph.outputs].append(v)
     reruns: dict[str, list[int]] = defaultdict(list)
     for r, (op, _) in enumerate(names.reruns):
-        reruns[f.rep[op]].append(r)
+        reruns[rep[op]].append(r)
     return Whole(alone, problem, names, like, list(values.values()), list(reruns.values()))
 
 
@@ -322,8 +325,7 @@ class Oracle:
         self.stages = [[i for i, a in enumerate(p.accounts) if a.stage == s] for s in range(len(p.stages))]
         self.bytes: dict[Key, np.ndarray] = {}
         for i, row in enumerate(p.rows):
-            shared = [term for key, _ in row.terms if key[0] == "s" for term in p.rests[key[1]]]
-            for key, k in [*shared, *(term for term in row.terms if term[0][0] != "s")]:
+            for key, k in spread_out(p, row.terms):
                 assert k >= 0 and not row.constant
                 self.bytes.setdefault(key, np.zeros(self.width))[len(p.accounts) + i] += k
         self.class_of = {r: c for c, members in enumerate(w.reruns) for r in members}
@@ -479,6 +481,15 @@ class Oracle:
         return Decision(a.strategies, kept, frozenset(r for r, c in self.class_of.items() if c in a.rerun), arcs)
 
 
+def spread_out(p: Problem, terms: Sequence[tuple[Key, float]]) -> Iterator[tuple[Key, float]]:
+    """A row's terms, and in place of sums that it has in common with others those of the sums."""
+    for key, k in terms:
+        if key[0] == "s":
+            yield from ((inner, k * n) for inner, n in spread_out(p, p.rests[key[1]]))
+        else:
+            yield key, k
+
+
 def _fastest(seconds: np.ndarray, peaks: np.ndarray) -> list[int]:
     """Those that are faster than all that hold no more, by what they hold."""
     order = np.lexsort((seconds, peaks))
@@ -600,7 +611,10 @@ def check_rows(s: Shrunk, small: Formulator, problem: Problem, d: Decision, w: W
 def every_row(f: Formulator, problem: Problem, d: Decision) -> dict[str, list[float]]:
     """Operator (or the optimizer's step) -> bytes at it."""
     with pytest.MonkeyPatch.context() as m:
-        m.setattr("autopar.planner.formulation.memory_rows._undominated", lambda rows, given=(): list(rows))
+        m.setattr("autopar.planner.formulation.memory_rows._undominated", list)
+        m.setattr(LargestPositions, "peaks", lambda self, said, columns: list(columns))
+        m.setattr(LargestPositions, "corners", lambda self, groups: list(itertools.chain(*groups)))
+        m.setattr(LargestPositions, "undominated", lambda self, of, given=(): list(of))
         problem = rows(f.formulated(), problem)
     out: dict[str, list[float]] = defaultdict(list)
     for row, nbytes in zip(problem.rows, evaluate(problem, d).row_bytes, strict=True):

@@ -42,7 +42,7 @@ def apply(
             repeats[op.name] = float(idle)
     params = {}
     for name, t in graph.params.items():
-        rep = folded.tensor_rep[t.name]
+        rep = q.tensor_rep[folded.tensor_rep[t.name]]
         choice, options = names.storage[rep]
         o = options[x[choice]]
         read = _read_at(problem, names, decision, rep, t.shape)

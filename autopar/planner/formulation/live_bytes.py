@@ -6,16 +6,16 @@ lives before a position runs, where something may be made again for it, has one 
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from autopar.planner.formulation.lifetimes import Lifetimes
 from autopar.solver.problem import Key
+from autopar.solver.watch import check
 
-CHUNK = 4096  # variables
+LARGEST = 4_000_000  # numbers in a stretch of variables
 
 
 @dataclass
@@ -50,6 +50,7 @@ class Columns:
         # Columns of what lives before a position of backward runs, of those for which something may be made again.
         columns = [at for p in sorted(wanted) for at in self.at(p)]
         self.before = {at: life.end + 1 + len(self.recompute) + k for k, at in enumerate(columns)}
+        self.after = {column: at for at, column in self.before.items()}
         self.width = life.end + 1 + len(self.recompute) + len(self.before)
         self.index: dict[Key, int] = {}
         self.known_often: dict[tuple[int, int, int, int, bool], np.ndarray] = {}
@@ -80,44 +81,53 @@ class Columns:
             spans.copies.append((k, nbytes, self.often(middle, times, first, last, grows)))
 
     def live(self, spans: Spans, columns: Sequence[int]) -> dict[int, dict[Key, float]]:
-        """Column -> bytes by variable. A stretch of variables at a time: most of them live at few positions, so of a program with a hundred thousand of
-        them all columns together would be the largest thing that planning holds."""
+        """Column -> bytes by variable."""
         out: dict[int, dict[Key, float]] = {at: {} for at in columns}
         keys = list(self.index)
-        plain = sorted(spans.plain)
-        copies = sorted(spans.copies, key=lambda c: c[0])
-        i = j = 0
-        for start in range(0, len(keys), CHUNK):
-            stop = min(len(keys), start + CHUNK)
-            live = np.zeros((stop - start, self.width))
-            upto = bisect_left(plain, (stop,))
-            if upto > i:
-                variable, first, last, size = (np.array(x) for x in zip(*plain[i:upto], strict=True))
-                np.add.at(live, (variable - start, first), size)
-                np.add.at(live, (variable - start, last + 1), -size)
-                np.cumsum(live[:, : self.life.end], axis=1, out=live[:, : self.life.end])
-                np.round(live, 3, out=live)  # a sum that is over leaves no crumbs
-                live[:, self.life.end :] = 0.0
-                for at, second in self.recompute.items():
-                    live[:, second] = live[:, at]
-                if self.before:
-                    starts = np.zeros((stop - start, self.life.end + 1))
-                    mine = ~np.isin(variable, self.reloaded)
-                    np.add.at(starts, ((variable - start)[mine], first[mine]), size[mine])
-                    for at, column in self.before.items():
-                        live[:, column] = live[:, at] - starts[:, self.first_of(at)]
-            i = upto
-            while j < len(copies) and copies[j][0] < stop:
-                variable_of, nbytes, often = copies[j]
-                live[variable_of - start] += nbytes * often
-                j += 1
-            for at in columns:
-                there = live[:, at]
-                out[at].update((keys[start + k], float(there[k])) for k in np.flatnonzero(there))
+        for start, live in self.stretches(spans, columns):
+            for i, at in enumerate(columns):
+                there = live[i]
+                found = np.flatnonzero(there)
+                out[at].update(zip([keys[start + k] for k in found], there[found].tolist(), strict=True))
         return out
+
+    def stretches(self, spans: Spans, columns: Sequence[int], chunk: int = 0) -> Iterator[tuple[int, np.ndarray]]:
+        """Bytes by column and variable, a stretch of variables at a time, with the number of its first: most of them live at few positions, so of a program
+        with a hundred thousand of them all columns together would be the largest thing that planning holds. chunk: of so many."""
+        places = np.array([self.first_of(at) for at in columns], dtype=np.int64)
+        before = np.array([at in self.after for at in columns], dtype=bool)
+        order = {late: (mine := np.flatnonzero(before == late))[np.argsort(places[mine], kind="stable")] for late in (False, True)}
+        plain = sorted(spans.plain)
+        variable, first, last, size = (np.array(x) for x in zip(*plain, strict=True)) if plain else (np.zeros(0, dtype=np.int64),) * 4
+        reloaded = np.isin(variable, self.reloaded)
+        copies = sorted(spans.copies, key=lambda c: c[0])
+        which = np.array(columns, dtype=np.int64)
+        often = {i: o[which] for i, o in {id(o): o for _, _, o in copies}.items()}
+        j, total = 0, len(self.index)
+        chunk = chunk or self.chunk(len(columns))
+        for start in range(0, total, chunk):
+            check()
+            stop = min(total, start + chunk)
+            live = np.zeros((len(columns), stop - start))
+            at = slice(int(np.searchsorted(variable, start)), int(np.searchsorted(variable, stop)))
+            for late, mine in order.items():
+                if len(mine):
+                    # In front of a position lives what was made before it; but what is brought back is on its way already.
+                    begin = first[at] + (late & ~reloaded[at])
+                    live[mine] = _spread(variable[at] - start, begin, last[at], size[at], places[mine], stop - start)
+            while j < len(copies) and copies[j][0] < stop:
+                k, nbytes, times = copies[j]
+                live[:, k - start] += nbytes * often[id(times)]
+                j += 1
+            yield start, live
+
+    @staticmethod
+    def chunk(columns: int) -> int:
+        return max(64, LARGEST // max(1, columns))
 
     def first_of(self, column: int) -> int:
         """The position that a column is of."""
+        column = self.after.get(column, column)
         return column if column <= self.life.end else self.positions[column]
 
     def often(self, middle: int, times: int, first: int, last: int, grows: bool) -> np.ndarray:
@@ -145,3 +155,13 @@ class Columns:
             others[j] = others[i]
         found = self.known_often[what] = own + (times - 1) * others
         return found
+
+
+def _spread(variable: np.ndarray, first: np.ndarray, last: np.ndarray, size: np.ndarray, places: np.ndarray, width: int) -> np.ndarray:
+    """By place (in order) and variable, what spans from `first` to `last` hold there."""
+    lo, hi = np.searchsorted(places, first, "left"), np.searchsorted(places, last, "right")
+    some = hi > lo
+    where = np.concatenate([lo[some] * width + variable[some], hi[some] * width + variable[some]])
+    weights = np.concatenate([size[some], -size[some]])
+    live = np.bincount(where, weights, (len(places) + 1) * width).reshape(len(places) + 1, width)[:-1]
+    return np.round(np.cumsum(live, axis=0), 3)  # a sum that is over leaves no crumbs

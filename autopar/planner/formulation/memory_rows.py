@@ -21,18 +21,23 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.graph.graph import DTYPE_BYTES
 from autopar.planner.formulation.formulated import Formulated
+from autopar.planner.formulation.largest_positions import At, LargestPositions
 from autopar.planner.formulation.lifetimes import RANDOM_BYTES, Lifetimes
 from autopar.planner.formulation.live_bytes import Columns, Spans
 from autopar.planner.formulation.offload import in_flight, limits
 from autopar.planner.formulation.recompute_chains import Chains
 from autopar.planner.formulation.relaxed_rows import RowRelaxation
 from autopar.planner.storage import batch_placements
+from autopar.solver.patterns import layers_of
 from autopar.solver.problem import DEVICE, Key, Problem, Row
+from autopar.solver.watch import check
+
+BROUGHT = "b"  # (.., value, direction, 0 or 1): all that is brought elsewhere of a value, by the size that arrives, or that is sent
 
 
 def rows(f: Formulated, problem: Problem, is_bound: bool = False) -> Problem:
@@ -65,6 +70,7 @@ class Rows:
         self.columns = Columns(life, self.chains.at if self.chains else ())
         self.relaxation = RowRelaxation(life)
         self.relaxed_rows: list[Row] = []
+        self.sums: dict[Key, Key] = {}
         # What lives in every call, and what in one that reduces gradients; all of them do where there is one micro-batch.
         self.always = self.last_call = Spans()
         self.chained = Spans()
@@ -104,53 +110,131 @@ class Rows:
                 t.nbytes * n for t, n in zip(self.program.graph.inputs, shares, strict=True)
             )
         for v in range(len(self.problem.values)):
+            check()
             self.value(v)
         if f.cost.fused is None and not self.is_bound:
             self.workspace()
         for key, nbytes, first, last in self.chains.stand() if self.chains else ():
             self.chained.plain.append((self.columns.of(key), first, last, nbytes))
-        rows_of = {i: self.columns.at(i) for i, op in enumerate(self.program.graph.ops) if self.life.writes(op)}
-        columns = [at for found in rows_of.values() for at in found]
         spans = {"": self.always if s.micro_batches == 1 else self.always + self.last_call}
         if s.micro_batches > 1:
             spans[", accumulating"] = self.always
-        calls = {said: self.columns.live(mine + self.chained, columns) for said, mine in spans.items()}
+        largest = LargestPositions(self.columns, {said: mine + self.chained for said, mine in spans.items()})
+        outside, ends, between = self.candidates(largest)
+        outside, ends = largest.undominated(outside), largest.undominated(ends)
+        # Those outside of the layers are relaxed rows too: none is left out for one inside.
+        inside = largest.undominated([*ends, *between], outside)
+        shared: dict[At, tuple[dict[Key, float], dict[Key, float]]] = {}
+        groups = self.groups([*outside, *dict.fromkeys([*([] if f.is_decided else ends), *inside])])
+        for group, (common, own) in zip(groups, largest.split(groups), strict=True):
+            shared |= {at: (common, mine) for at, mine in zip(group, own, strict=True)}
+        in_step = _sum(static, step)
+        if not f.is_decided:
+            self.relaxed_rows = [self.row("optimizer step", {}, self.relaxation.row(in_step, False))]
+            self.relaxed_rows += [*self.relaxed(outside, static, shared, False), *self.relaxed(ends, static, shared, True)]
+        found = [self.row(self.name(at), _sum(static, shared[at][0]), shared[at][1]) for at in (*outside, *inside)]
+        return *found, self.row("optimizer step", {}, in_step), *self.of_calls(spans, static)
+
+    def relaxed(
+        self, of: Sequence[At], static: dict[Key, float], shared: Mapping[At, tuple[dict[Key, float], dict[Key, float]]], within: bool
+    ) -> Iterator[Row]:
+        """Relaxed rows; within: of layers. shared: what a position has in common with others, and what not."""
+        relaxed: dict[int, dict[Key, float]] = {}
+        for at in of:
+            common, mine = shared[at]
+            if id(common) not in relaxed:
+                relaxed[id(common)] = self.relaxation.row(_sum(static, common), within)
+            yield self.row(self.name(at), relaxed[id(common)], self.relaxation.row(mine, within))
+
+    def candidates(self, largest: LargestPositions) -> tuple[list[At], list[At], list[At]]:
+        """Where something is written and memory may be largest: outside of layers, in the last two copies of layers, in others. What relaxed rows are made of is
+        not left out for other rows."""
+        q, ops = self.program.q, self.program.graph.ops
+        layers = {n for stack in q.stacks for copies in (stack.forward, stack.backward) for names in copies for n in names}
+        ends = {n for stack in q.stacks for copies in (stack.forward, stack.backward) for names in copies[-2:] for n in names}
+        parts: list[list[int]] = [[], [], []]
+        for i, op in enumerate(ops):
+            if self.life.writes(op):
+                parts[1 if op.name in ends else 2 if op.name in layers else 0] += self.columns.at(i)
+        out: list[list[At]] = []
+        for columns in parts:
+            found: list[At] = []
+            groups: dict[tuple[str, str], list[At]] = defaultdict(list)
+            for said in largest.spans:
+                for at in sorted(largest.peaks(said, columns), key=lambda at: (self.columns.first_of(at), at)):
+                    rep = q.rep[ops[self.columns.first_of(at)].name]
+                    (groups[said, rep] if rep in q.patterned else found).append((said, at))
+            out.append([*found, *largest.corners(list(groups.values()))])
+        return out[0], out[1], out[2]
+
+    def groups(self, of: Sequence[At]) -> list[list[At]]:
+        """Positions that have most in common: of one copy of a layer, or next to each other outside of layers."""
+        q, ops = self.program.q, self.program.graph.ops
+        home = {
+            n: (s, k)
+            for s, stack in enumerate(q.stacks)
+            for part in (stack.forward, stack.backward)
+            for k, names in enumerate(part)
+            for n in names
+        }
+        layer = layers_of(self.program.graph)
+        found: dict[tuple[object, ...], list[At]] = defaultdict(list)
+        for said, at in of:
+            op = ops[self.columns.first_of(at)]
+            found[said, op.direction, home.get(op.name), layer.get(op.name), at > self.life.end].append((said, at))
+        return list(found.values())
+
+    def name(self, at: At) -> str:
+        op = self.program.graph.ops[self.columns.first_of(at[1])]
+        return f"{op.direction}{at[0]} at {op.name}"
+
+    def of_calls(self, spans: Mapping[str, Spans], static: dict[Key, float]) -> Iterator[Row]:
+        """Where strategies are decided, there are rows for calls that run again too: what they have in common with others of their position, and what not."""
+        if self.chains is None:
+            return
         before = {said: self.columns.live(mine, list(self.columns.before.values())) for said, mine in spans.items()}
-        inside: list[tuple[str, dict[Key, float]]] = []
-        outside: list[tuple[str, dict[Key, float]]] = []
-        layers = {n for stack in self.program.q.stacks for copies in (stack.forward, stack.backward) for names in copies for n in names}
-        for i, found_at in rows_of.items():
-            op = self.program.graph.ops[i]
-            for said, live in calls.items():
-                for at in found_at:
-                    (inside if op.name in layers else outside).append((f"{op.direction}{said} at {op.name}", _sum(static, live[at])))
-        # Rows of calls: what they have in common with others, and what not.
-        shared: dict[str, tuple[dict[Key, float], dict[Key, float]]] = {}
-        bases = {(said, at): _sum(static, live[column]) for said, live in before.items() for at, column in self.columns.before.items()}
-        for i, op, during in self.chains.calls() if self.chains else ():
+        calls: dict[int, list[tuple[str, dict[Key, float]]]] = defaultdict(list)
+        for i, op, during in self.chains.calls():
+            calls[i].append((op.name, during))
+        for i, found in calls.items():
+            kept = _undominated(found)
             for said in spans:
                 for at in self.columns.at(i):
-                    name = f"backward{said}, {op.name} again{', last' * (at != i)}, at {self.program.graph.ops[i].name}"
-                    shared[name] = bases[said, at], during
-                    (inside if op.name in layers else outside).append((name, _sum(bases[said, at], during)))
-        outside.append(("optimizer step", _sum(static, step)))
-        # Those outside of the layers are relaxed rows too: none is left out for one inside.
-        kept = _undominated(outside)
-        found = [*kept, *_undominated(inside, kept)]
-        if not f.is_decided:
-            ends = {
-                n for stack in self.program.q.stacks for copies in (stack.forward, stack.backward) for names in copies[-2:] for n in names
-            }
-            outer = _undominated([(name, self.relaxation.row(terms, False)) for name, terms in kept])
-            inner = [(name, self.relaxation.row(terms, True)) for name, terms in inside if name.rpartition(" ")[2] in ends]
-            self.relaxed_rows = [Row(name, 0.0, tuple(sorted(terms.items()))) for name, terms in [*outer, *_undominated(inner, outer)]]
-        found = [(name, self.by_base(*shared[name]) if name in shared else terms) for name, terms in found]
-        return tuple(Row(name, 0.0, tuple(sorted(terms.items()))) for name, terms in found)
+                    base = _sum(static, before[said][self.columns.before[at]])
+                    for name, during in kept:
+                        again = f"backward{said}, {name} again{', last' * (at != i)}, at {self.program.graph.ops[i].name}"
+                        yield self.row(again, base, during)
 
-    def by_base(self, base: dict[Key, float], more: dict[Key, float]) -> dict[Key, float]:
-        """Of one position there are many rows of calls that differ by little: what is in all of them is added up once."""
-        rests = self.relaxation.rests
-        return _sum({("s", rests.setdefault(tuple(sorted(base.items())), len(rests)), 0): 1.0}, more)
+    def row(self, name: str, common: dict[Key, float], own: dict[Key, float]) -> Row:
+        """common: what many rows have in common and is added up once. What is brought elsewhere of a value in one direction lives and goes together: it is a
+        sum by itself too."""
+        check()
+        rests, terms = self.relaxation.rests, defaultdict[Key, float](float)
+        positive = {key: nbytes for key, nbytes in common.items() if key[0] != "s" and nbytes > 0}
+        for key, nbytes in own.items() if len(positive) < 2 else (*own.items(), *((k, n) for k, n in common.items() if k not in positive)):
+            terms[self.brought(key)] += nbytes
+        if len(positive) > 1:
+            summed = defaultdict[Key, float](float)
+            for key, nbytes in positive.items():
+                summed[self.brought(key)] += nbytes
+            terms["s", rests.setdefault(tuple(sorted(summed.items())), len(rests)), 0] += 1.0
+        else:
+            for key, nbytes in common.items():
+                terms[self.brought(key)] += nbytes
+        return Row(name, 0.0, tuple(sorted(terms.items())))
+
+    def brought(self, key: Key) -> Key:
+        """The sum that a key of what is brought elsewhere stands for; any other key as it is."""
+        if key[0] != BROUGHT or len(key) != 4:
+            return key
+        if key not in self.sums:
+            _, v, direction, of_source = key
+            flow, size = (self.problem.values[v].forward, self.problem.values[v].backward)[direction], self.life.sizes(v)
+            arcs = enumerate(flow.arcs if flow is not None else ())
+            terms = tuple((("e", v, direction, a), size[arc.src if of_source else arc.dst]) for a, arc in arcs if arc.times)
+            rests = self.relaxation.rests
+            self.sums[key] = "s", rests.setdefault(terms, len(rests)), 0
+        return self.sums[key]
 
     def accumulated(self, grad: str, times: int) -> None:
         """The buffers of a gradient's `times` copies in front of its reduction. Adding to one, the old and the new one live."""
@@ -195,13 +279,10 @@ class Rows:
             if tensor in self.program.param_of and self.is_cast(tensor):
                 self.cast(v, direction, first, last)
             first = self.life.windows.issued(first) if tensor in self.program.param_of else first
-            for a, arc in enumerate(flow.arcs):
-                if arc.times:
-                    self.add(("e", v, direction, a), size[arc.dst], first, last)
-        if tensor in self.program.params_of_grad and value.backward is not None:
-            for a, arc in enumerate(value.backward.arcs):
-                if arc.times:
-                    self.add(("e", v, 1, a), size[arc.src], max([made, *users[1]]) + 1, self.life.windows.awaited(made))
+            if any(arc.times for arc in flow.arcs):
+                self.add((BROUGHT, v, direction, 0), 1.0, first, last)
+        if tensor in self.program.params_of_grad and value.backward is not None and any(arc.times for arc in value.backward.arcs):
+            self.add((BROUGHT, v, 1, 1), 1.0, max([made, *users[1]]) + 1, self.life.windows.awaited(made))
         if value.backward is not None and tensor in self.life.written_by_recompute and users[1]:
             for i, nodes in self.life.remade[v]:
                 for s, n in enumerate(nodes):

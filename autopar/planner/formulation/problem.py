@@ -34,6 +34,7 @@ from autopar.planner.formulation.wires import Wires
 from autopar.planner.storage import batch_placements
 from autopar.rules.grammar import Rule
 from autopar.solver.problem import Choice, End, Problem, Rerun
+from autopar.solver.watch import check
 
 
 def formulate(q: SymmetryClasses, rules: Mapping[str, Rule], mesh: Mesh, cost: Cost, training: TrainingConfig) -> tuple[Problem, Names]:
@@ -90,6 +91,7 @@ class Formulator:
         self.storage_choices()
         reruns: list[tuple[Op, int]] = []
         for op in self.program.q.classes.ops:
+            check()
             for copy in self.program.copies[op.name]:
                 self.op(copy)
             if op.direction == "forward" and not self.program.is_chained(op, self.clusters):
@@ -133,6 +135,7 @@ class Formulator:
     def cluster_choices(self) -> None:
         by_name = {op.name: op for op in self.program.q.classes.ops}
         for c in self.clusters.clusters:
+            check()
             times: list[dict[int, float]] = [defaultdict(float) for _ in range(c.size)]
             for name in c.members:
                 op = by_name[name]

@@ -33,7 +33,7 @@ class RowRelaxation:
         if not inside:
             out.update((key, nbytes) for key, nbytes in terms.items() if not self.is_one_layers(key))
         for key, nbytes in terms.items() if inside else ():
-            if key[0] == "x" or (key[0] == "e" and (key[2] == 0 or key[1] in self.same_for_all_layers)):
+            if key[0] == "x" or (key[0] in ("e", "b") and (key[2] == 0 or key[1] in self.same_for_all_layers)):
                 out[key] += nbytes
             elif key[0] == "y":
                 value = self.life.problem.values[key[1]]
@@ -44,9 +44,11 @@ class RowRelaxation:
                     gone[key[1]] = max(gone.get(key[1], 0.0), times - nbytes / each)
         for v, n in gone.items():
             freed[v] += n
+        kept: dict[int, dict[Key, float]] = defaultdict(dict)
+        for key in [key for key in out if key[0] == "y" and key[1] in freed]:
+            kept[key[1]][key] = out.pop(key)
         for v, n in freed.items():
-            forward, sizes = self.life.problem.values[v].forward, self.life.sizes(v)
-            rest = {key: out.pop(key) for key in [key for key in out if key[:2] == ("y", v)]}
+            forward, sizes, rest = self.life.problem.values[v].forward, self.life.sizes(v), kept[v]
             if n <= 1e-3 or not rest:
                 out.update(rest)
                 continue

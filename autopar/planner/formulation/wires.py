@@ -18,6 +18,7 @@ from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.formulation.where_kept import policies
 from autopar.rules.strategy import letter_at, right_of
 from autopar.solver.problem import Arc, End, Flow, Policy, Rerun, Value
+from autopar.solver.watch import check
 
 
 @dataclass
@@ -99,6 +100,7 @@ class Wires:
     # ---- as the program has them --------------------------------------------------------------------------------------
 
     def value(self, w: Wire) -> Value:
+        check()
         self.merge(w)
         demanded = {d: {n for end in w.demands[d] for n in end.nodes} for d in (0, 1)}
         demanded[1] |= {n for _, nodes in w.reads for n in nodes}
