@@ -1,7 +1,7 @@
 """Private torch APIs: the only room that imports them. It absorbs the differences between versions (torch >= 2.11).
 
 In: what the rest asks for by these names. Out: what torch does. **A private API goes into the file of its subject**: fake tensors (fakes.py), calls of fx graphs (nodes.py),
-dynamo (language.py, effects.py, regions.py), the joint graph of AOTAutograd (export.py), Inductor (inductor.py), process groups and DTensors (distributed.py), what DTensors cannot do (dtensors.py), effects in graphs (tokens.py).
+dynamo (language.py, effects.py, regions.py), the joint graph of AOTAutograd (export.py), Inductor (inductor.py), process groups and DTensors (distributed.py), what DTensors cannot do (dtensors.py), effects in graphs (tokens.py), sizes that vary (symbols.py).
 """
 
 from autopar._torch.distributed import (
@@ -49,10 +49,13 @@ from autopar._torch.patched import replaced_composites
 from autopar._torch.pickles import restricted_reader
 from autopar._torch.record import recorded
 from autopar._torch.regions import TorchDispatchMode, leave_region, region_of
+from autopar._torch.symbols import SymbolicValues, Symbols, concrete, expressions, fill_sizes, number, symbolic
 
 __all__ = [
     "Effect",
     "Notes",
+    "SymbolicValues",
+    "Symbols",
     "TorchDispatchMode",
     "alias_process_group",
     "boxed",
@@ -60,6 +63,7 @@ __all__ = [
     "collectives",
     "compile_inner",
     "compiled_when_called",
+    "concrete",
     "decompose_late",
     "decomposed_late",
     "default_store",
@@ -71,7 +75,9 @@ __all__ = [
     "dtensors_beside_tensors",
     "explain_capture_failure",
     "export_joint",
+    "expressions",
     "fake_mode_of",
+    "fill_sizes",
     "fresh_fake",
     "get_attribute",
     "getitem",
@@ -92,6 +98,7 @@ __all__ = [
     "move_parameter",
     "new_fake_mode",
     "new_group",
+    "number",
     "orderly",
     "process_group",
     "pytree",
@@ -103,6 +110,7 @@ __all__ = [
     "saved_by_min_cut",
     "set_hooks",
     "storage_of",
+    "symbolic",
     "unalias_process_groups",
     "with_strides",
     "without_dead_code",

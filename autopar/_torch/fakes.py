@@ -18,8 +18,10 @@ def new_fake_mode() -> Any:
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
-def fresh_fake(v: torch.Tensor, mode: Any) -> torch.Tensor:
-    """A new fake tensor like `v`."""
+def fresh_fake(v: Any, mode: Any) -> Any:
+    """A new fake tensor like `v`; a size as it is."""
+    if not isinstance(v, torch.Tensor):
+        return v
     with mode:
         return torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
 

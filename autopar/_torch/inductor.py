@@ -81,7 +81,7 @@ def scatters_before_readers() -> Iterator[None]:
         patched.recompute_size_and_body = theirs
 
 
-def compile_inner(gm: fx.GraphModule, mode: Any, is_backward: bool) -> tuple[Any, tuple[tuple[int, ...] | None, ...] | None]:
+def compile_inner(gm: fx.GraphModule, mode: Any, is_backward: bool) -> tuple[Any, tuple[tuple[Any, ...] | None, ...] | None]:
     """Inductor on a decomposed graph: the callable (a list of tensors in, boxed) and the strides of its outputs."""
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
@@ -89,6 +89,7 @@ def compile_inner(gm: fx.GraphModule, mode: Any, is_backward: bool) -> tuple[Any
     from torch._inductor.virtualized import V
 
     context = TracingContext(mode)
+    context.fakify_first_call = True  # strides of outputs are said with symbols, where sizes have some
     values = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     # Reordering for peak memory would undo the order in which collectives are issued and waited for. Reductions of different orders in one
     # kernel silently give wrong gradients of modulated layer norms that share a scale on GPUs (torch 2.10 to 2.13, pytorch/pytorch#193061).
@@ -100,7 +101,7 @@ def compile_inner(gm: fx.GraphModule, mode: Any, is_backward: bool) -> tuple[Any
         context.report_output_strides() as found,
     ):
         fn = compile_fx_inner(gm, values, is_backward=is_backward)
-    strides = None if found is None else tuple(None if s is None else tuple(int(x) for x in s) for s in found)
+    strides = None if found is None else tuple(None if s is None else tuple(x if isinstance(x, torch.SymInt) else int(x) for x in s) for s in found)
     return fn, strides
 
 
