@@ -39,6 +39,7 @@ def compile(
     grad_accumulation: int = 1,
     backend: str = "inductor",
     options: Mapping[str, float] | None = None,
+    dynamic: bool | None = None,
 ) -> ParallelModule:
     """Makes `model` train on `mesh` as it would on one device.
 
@@ -59,6 +60,8 @@ def compile(
     optimizer: name or class the memory is planned for; checked at its first step.
     grad_accumulation: gradients are reduced at every m-th backward.
     backend: "inductor", or "aot_eager" for debugging.
+    dynamic: whether sizes of inputs vary from call to call, so that one program is compiled for all of them: None: those that were seen to, or are marked by
+        torch._dynamo.mark_dynamic (whose `max` is the size that is planned for); True: all, from the first call on; False: none, each size has a program.
     options: of the solver: "seconds" it may take (60), relative "gap" at which it stops (0.01).
 
     Collective: all ranks call it alike, and a rank with other arguments, another model or another program is refused on all. One rank plans.
@@ -72,10 +75,12 @@ def compile(
         raise AutoparError(f"unknown backend {backend!r}", fix='use "inductor" or "aot_eager"')
     if outputs not in ("loss", "all"):
         raise AutoparError(f"unknown outputs {outputs!r}", fix='use "loss" or "all"')
+    if dynamic not in (None, True, False):
+        raise AutoparError(f"dynamic={dynamic!r} is neither None, True nor False", fix="leave it out: sizes that were seen to vary are dynamic then")
     if layout is not None and plan is not None:
         raise AutoparError("layout= and plan= both say how to split the model", fix="pass one of them, or neither to have it planned")
     request = PlanRequest.of(plan, memory, cluster, options, offload)
-    config = Config(loss_fn, inputs, layout, Precision.of(precision), optimizer, grad_accumulation, backend, outputs, request)
+    config = Config(loss_fn, inputs, layout, Precision.of(precision), optimizer, grad_accumulation, backend, outputs, request, dynamic)
     if mesh is None and request.plan is not None:
         mesh = request.plan.mesh_axes
     module = ParallelModule(model, _device_mesh(mesh), config)

@@ -31,6 +31,7 @@ from autopar._torch.inductor import (
     invoke_subgraph,
     keep_strides,
 )
+from autopar._torch.marks import Marks, marks_of
 from autopar._torch.nodes import (
     compiled_when_called,
     draws_random,
@@ -53,6 +54,7 @@ from autopar._torch.symbols import SymbolicValues, Symbols, concrete, expression
 
 __all__ = [
     "Effect",
+    "Marks",
     "Notes",
     "SymbolicValues",
     "Symbols",
@@ -95,6 +97,7 @@ __all__ = [
     "leave_region",
     "line_of",
     "local_tensor",
+    "marks_of",
     "move_parameter",
     "new_fake_mode",
     "new_group",

@@ -287,7 +287,7 @@ def capture(
         flat = _Flat(copied, call, loss_fn, loss_only, written)
         return _torch.export_joint(flat, inputs, judged)
 
-    with scope, torch.set_grad_enabled(grad), captured_ops(), plain_masks(model, args, kwargs), _explained(model):
+    with scope, torch.set_grad_enabled(grad), captured_ops(), plain_masks(model, args, kwargs), _explained(model, bool(varying)):
         try:
             gm, in_descs, out_descs, out_spec = traced()
         except SetAnewError as e:
@@ -324,7 +324,7 @@ def capture(
     if not varying:
         return finished(gm, mode, ())
     if not symbols.are_free:
-        raise NotGeneralError("its sizes do not vary independently of each other, or are used as constants")
+        raise NotGeneralError("sizes that vary are compared with each other or with constants")
     family = Family(gm, symbols, varying, constants, finished)
     return replace(family.at(family.units), family=family)
 
@@ -412,13 +412,15 @@ def _role(d: Any, name: Callable[[str], str]) -> Role:
 
 
 @contextlib.contextmanager
-def _explained(model: nn.Module) -> Iterator[None]:
-    """Turns dynamo's errors into one that shows the user's line and a way round."""
+def _explained(model: nn.Module, general: bool = False) -> Iterator[None]:
+    """Turns dynamo's errors into one that shows the user's line and a way round. general: while a program for all sizes is captured, of which nothing is lost."""
     try:
         yield
-    except CaptureError:
-        raise
     except Exception as e:
+        if general:
+            raise NotGeneralError(f"{type(e).__name__}: {next(iter(str(e).splitlines()), '')}") from e
+        if isinstance(e, CaptureError):
+            raise
         found = _torch.explain_capture_failure(e)
         if found is None:
             raise

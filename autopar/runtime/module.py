@@ -12,7 +12,6 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, overload
 
 import torch
@@ -20,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import _torch
-from autopar.capture.capture import LOSS, Call, Role, off_cache, tensor_named
+from autopar.capture.capture import LOSS, Call, Role, Shapes, off_cache, tensor_named
 from autopar.capture.effects import refuse_global_hooks, set_flags
 from autopar.distributed.failures import during
 from autopar.distributed.shards import cut
@@ -33,8 +32,10 @@ from autopar.runtime.eager_calls import is_method_of, run_whole
 from autopar.runtime.gradients import GradSync
 from autopar.runtime.optimizers import watch
 from autopar.runtime.outputs import LossOutput, NotComputedError, OutputGiver
-from autopar.runtime.python_state import Content, PythonState, constants_hold, said
+from autopar.runtime.programs import FIXED, Counts, Program, Programs
+from autopar.runtime.python_state import PythonState, constants_hold, said
 from autopar.runtime.run import Apply, Run, Tensors, padded_local
+from autopar.runtime.sizes import SizesSeen
 from autopar.runtime.step import Step, StepStats
 from autopar.tensors.memory_format import order_of
 
@@ -73,8 +74,7 @@ class ParallelModule(nn.Module):
         self.__dict__["_wrapped"] = model
         self._builder = builder
         self._config = config
-        self._steps: dict[Any, Step] = {}
-        self._kinds: dict[Any, list[_Held]] = {}
+        self._programs = Programs(config.dynamic)
         self._state = PythonState(model, config.loss_fn)
         self._checked = -1  # the state whose hooks were looked at
         self._reader = self._builder.reader
@@ -121,40 +121,53 @@ class ParallelModule(nn.Module):
         shapes = self._reader.global_shapes(call)
         formats = tuple((t.requires_grad, order_of(t)) for t in call.tensors)
         loss_only = self._config.outputs == "loss" and self.training not in self._touched
-        key = (self.training, grad, autocast, call.spec, _hashable(call.constants), shapes, formats, loss_only)
-        step = self._held(key, version)
-        if step is not None:
-            with during("comparing the batches of the ranks", self._builder.groups.ranks):
-                self._reader.check_same(call)
-            return step
+        constants = _hashable(call.constants)
+        kind = (self.training, grad, autocast, call.spec, constants, formats, loss_only)
+        step = self._held(kind, shapes, version)
         with during("comparing the batches of the ranks", self._builder.groups.ranks):
-            self._reader.check_same(call, force=True)
+            self._reader.check_same(call, shapes, force=step is None)
+        if step is not None:
+            return step
         was_planned = self._builder.planned
         content = dict(self._state.content)
-        step = self._builder.build(call, shapes, grad, autocast, loss_only)
-        if self._builder.planned and not was_planned:
-            self._steps.clear()  # made for parameters that lay elsewhere
-            self._kinds.clear()
-        kind = self._kinds.setdefault(key, [])
-        kind.append(_Held(step, content, version))
-        if len(kind) == OFTEN:
-            since = self._state.matter(kind[-2].version, kind[-2].content, kind[-2].step.captured.notes)
+        seen = self._programs.seen(call, constants)
+        varying = seen.varying(call, shapes, self._builder.batch_ranks, was_planned)
+        for varies in (varying if self._programs.may_generalize(kind) else (), ()):
+            made, why_not = self._builder.build(call, shapes, grad, autocast, loss_only, varies)
+            seen.given_up = seen.given_up or why_not
+            if self._builder.planned and not was_planned:
+                self._programs.clear()  # made for parameters that lay elsewhere
+            program = Program(made, content, version, shapes if made.general is None else made.captured.input_shapes)
+            self._programs.add(kind, program, lambda: self._too_many(call, seen))
+            step = program.at(shapes)
+            if step is not None:  # else what was assumed of the sizes that vary is not true of these
+                break
+        assert step is not None
+        same = self._programs.of(kind, shapes)
+        if len(same) == OFTEN:
+            since = self._state.matter(same[-2].version, same[-2].content, same[-2].step.captured.notes)
             changed = ", ".join(sorted(map(said, since))[:3]) or "a global variable"
             warnings.warn(f"captured {OFTEN} times, since Python state that forward reads changes: {changed}", stacklevel=3)
-        self._steps[*key, len(kind)] = step
         return step
 
-    def _held(self, key: tuple[Any, ...], version: int) -> Step | None:
+    def _too_many(self, call: Call, seen: SizesSeen) -> str:
+        why = seen.given_up or ("dynamic=False was passed" if self._config.dynamic is False else "sizes of a batch do not divide over the ranks")
+        return (
+            f"{type(self.__dict__['_wrapped']).__name__} was called with more than {FIXED} different sizes, and each has a program of its own ({why}): those that were not used "
+            f"for longest are given up, and captured and compiled anew when they come again. Pad batches to few sizes: buckets=(...) of autopar.compile does so"
+        )
+
+    def _held(self, kind: tuple[Any, ...], shapes: Shapes, version: int) -> Step | None:
         """The step of such calls that was captured with the Python state that there is now, or with what is the same to it."""
-        held = [h for h in self._kinds.get(key, ()) if constants_hold(h.step.captured.notes)]
-        for h in held:
-            if h.version == version:
-                return h.step
-        for h in held:
-            if not self._state.matter(h.version, h.content, h.step.captured.notes):
-                h.version = version
-                return h.step
-        return None
+        held = [p for p in self._programs.of(kind, shapes) if constants_hold(p.step.captured.notes)]
+        found = next((p for p in held if p.version == version), None)
+        if found is None:
+            found = next((p for p in held if not self._state.matter(p.version, p.content, p.step.captured.notes)), None)
+        if found is None:
+            return None
+        found.version = version
+        self._programs.used(kind, found)
+        return found.at(shapes)
 
     def _values(
         self, step: Step, call: Call, tensors: Tensors | None = None, counters: Callable[[], torch.Tensor] | None = None
@@ -186,11 +199,10 @@ class ParallelModule(nn.Module):
 
     def _first_step(self, step: Step) -> FirstStep | None:
         """The checks of a step that has not run yet, where AUTOPAR_CHECK asks for them."""
-        if step.checked or not asked():
+        if not asked() or not step.first_run():
             return None
-        step.checked = True
         groups = self._builder.groups
-        return FirstStep(step, lambda t, p: cut(t, p, groups.mesh, groups.coordinates), groups.rank)
+        return FirstStep(step.written_out(), lambda t, p: cut(t, p, groups.mesh, groups.coordinates), groups.rank)
 
     def _counters(self, of: int | None = None) -> torch.Tensor:
         """(seed, step) of a new call, or of an earlier one: torch.manual_seed starts the count again."""
@@ -286,7 +298,12 @@ class ParallelModule(nn.Module):
     @property
     def stats(self) -> dict[str, StepStats]:
         """Counts of what compilation did: distinct layers lowered, cache hits, copies made for kernels that demand another layout."""
-        return {str(i): s.stats for i, s in enumerate(self._steps.values())}
+        return {str(i): s.stats for i, s in enumerate(self._programs.steps())}
+
+    @property
+    def programs(self) -> Counts:
+        """How often this model's calls were captured and compiled, and how many programs are kept."""
+        return self._programs.counts()
 
     def train(self, mode: bool = True) -> ParallelModule:
         super().train(mode)
@@ -360,15 +377,6 @@ class ParallelModule(nn.Module):
                     fix="use a hook on the parameters (register_post_accumulate_grad_hook), or on a tensor in forward, or remove it before training",
                 )
         self._checked = version
-
-
-@dataclass
-class _Held:
-    """A step, and the Python state it was captured with; version: the latest state that is the same to it."""
-
-    step: Step
-    content: Content
-    version: int
 
 
 def _hashable(constants: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -62,7 +62,16 @@ class Step:
             self.lowered, self.strides = self.general.lower(self, parts.forward, (True, False))
         self.backwards: dict[tuple[bool, bool], tuple[Parts, Lowered]] = {}
         self.given_strides: dict[tuple[bool, bool], list[Strides]] = {}  # of what a backward takes besides what is saved
-        self.checked = False  # by AUTOPAR_CHECK
+        self._checked: list[bool] = []  # by AUTOPAR_CHECK; shared with this step at other sizes
+
+    @property
+    def checked(self) -> bool:
+        return bool(self._checked)
+
+    def first_run(self) -> bool:
+        """Whether nobody has asked this before, at any size."""
+        self._checked.append(True)
+        return len(self._checked) == 1
 
     def holds(self, units: tuple[int, ...]) -> bool:
         """Whether this step, of sizes that vary, is right and compiled for these."""
