@@ -40,13 +40,16 @@ def keep_strides(names: tuple[str, ...]) -> None:
 def decompose_late(gm: fx.GraphModule, values: list[Any], mode: Any) -> fx.GraphModule:
     """Retraces `gm` through Inductor's decompositions on the fake tensors `values`."""
     importlib.import_module("torch._inductor.lowering")  # decompositions look for it without importing it
+    from torch._dispatch.python import enable_python_dispatcher
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
     for n in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         n.target = torch.ops.aten.reshape.default  # decomposed, values may lie otherwise than recorded
     gm.recompile()
-    with mode, torch.no_grad():
+    # Some operators have kernels for symbolic sizes in Python alone.
+    with_sizes = mode.shape_env is not None and mode.shape_env.var_to_range
+    with mode, torch.no_grad(), enable_python_dispatcher() if with_sizes else contextlib.nullcontext():
         return make_fx(gm, decomposition_table=select_decomp_table(), tracing_mode="real", _allow_non_fake_inputs=True)(*values)
 
 
