@@ -45,12 +45,41 @@ class Symbols:
 
     def hold(self, values: Sequence[int]) -> bool:
         """Whether all that was assumed of the symbols is true of these values."""
-        there = self.at(values)
-        for n, v in there.items():
-            known = self.env.var_to_range[n]
-            if v < 2 or not bool(known.lower <= v) or not bool(v <= known.upper):
-                return False
-        return all(bool(g.expr.xreplace(there)) for g in self.env.guards)
+        return _is_assumed(self.env, self.at(values))
+
+    @property
+    def assumed(self) -> int:
+        """How much is assumed of them so far."""
+        return len(self.env.guards)
+
+
+class TracedSizes:
+    """What dynamo assumed of sizes while it traced `gm`, whose inputs are those of a function of `flat_args`: in a shape environment of its own."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        mode = gm.meta.get("fake_mode")
+        self.env = mode.shape_env if mode is not None else None
+        self.dims: dict[Any, tuple[int, int]] = {}
+        for name, sources in self.env.var_to_sources.items() if self.env is not None else ():
+            for s in sources:
+                base = getattr(s, "base", None)
+                if hasattr(base, "index") and getattr(s, "idx", None) is not None:
+                    self.dims[name] = base.index, s.idx
+
+    def hold(self, size_of: Callable[[int, int], int]) -> bool:
+        """Whether all of it is true of these sizes. size_of: (input, dim)."""
+        if self.env is None:
+            return True
+        there = {name: sympy.Integer(size_of(*dim)) for name, dim in self.dims.items()}
+        return _is_assumed(self.env, there)
+
+
+def _is_assumed(env: Any, there: Mapping[Any, Any]) -> bool:
+    for n, v in there.items():
+        known = env.var_to_range[n]
+        if v < 2 or not bool(known.lower <= v) or not bool(v <= known.upper):
+            return False
+    return all(g.expr.xreplace(there) == sympy.true for g in env.guards)
 
 
 def expression(x: Any) -> Any:

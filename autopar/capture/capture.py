@@ -325,7 +325,7 @@ def capture(
         return finished(gm, mode, ())
     if not symbols.are_free:
         raise NotGeneralError("sizes that vary are compared with each other or with constants")
-    family = Family(gm, symbols, varying, constants, finished)
+    family = Family(gm, symbols, varying, constants, notes.sizes, finished)
     return replace(family.at(family.units), family=family)
 
 

@@ -20,7 +20,8 @@ KEPT = 4  # programs at one size that are kept ready
 
 
 class Family(Generic[C]):
-    """finish: makes a captured program of the graph at some sizes, its fake mode and the numbers of units. constants: sizes of the program that do not vary."""
+    """finish: makes a captured program of the graph at some sizes, its fake mode and the numbers of units. constants: sizes of the program that do not vary.
+    traced: what dynamo assumed of sizes (`_torch.TracedSizes`)."""
 
     def __init__(
         self,
@@ -28,9 +29,11 @@ class Family(Generic[C]):
         symbols: Any,
         varying: tuple[Varying, ...],
         constants: frozenset[int],
+        traced: Any,
         finish: Callable[[fx.GraphModule, Any, tuple[int, ...]], C],
     ) -> None:
         self.gm, self.symbols, self.varying, self.constants, self._finish = gm, symbols, varying, constants, finish
+        self._traced = traced
         self._made: dict[tuple[int, ...], C] = {}
 
     @property
@@ -40,7 +43,8 @@ class Family(Generic[C]):
 
     def holds(self, units: tuple[int, ...]) -> bool:
         """Whether the program is the user's at these sizes, too."""
-        return all(units) and self.symbols.hold(units)
+        sizes = {dim: v.step * n for v, n in zip(self.varying, units, strict=True) for dim in v.dims}
+        return self.symbols.hold(units) and self._traced.hold(lambda i, d: sizes[i, d])
 
     def others(self, number: int) -> Iterator[tuple[int, ...]]:
         """Up to so many further numbers of units that could stand for the sizes."""

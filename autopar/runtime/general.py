@@ -48,6 +48,7 @@ class General:
         self.family = family
         self.first: At = (family.at(family.units), graph, plan)
         self._at: dict[tuple[int, ...], At] = {}
+        self._holds: dict[tuple[tuple[int, ...], int], bool] = {}
         second = next(self.family.others(1), None)
         if second is None:
             raise NotGeneralError("there is no other size for which the same was assumed while it was captured")
@@ -83,7 +84,12 @@ class General:
 
     def holds(self, units: tuple[int, ...]) -> bool:
         """Whether the program, and what was compiled of it, is right at these sizes."""
-        return self.family.holds(units) and self.values.symbols.hold(units)
+        key = (units, self.values.symbols.assumed)  # compiling a backward may assume more
+        if key not in self._holds:
+            if len(self._holds) > KEPT:
+                self._holds.clear()
+            self._holds[key] = self.family.holds(units) and self.values.symbols.hold(units)
+        return self._holds[key]
 
     def lower(
         self, step: Rewriter, gm: fx.GraphModule, variant: tuple[bool, bool], saved_strides: Any = None, is_backward: bool = False
