@@ -76,7 +76,9 @@ def compile(
     if outputs not in ("loss", "all"):
         raise AutoparError(f"unknown outputs {outputs!r}", fix='use "loss" or "all"')
     if dynamic not in (None, True, False):
-        raise AutoparError(f"dynamic={dynamic!r} is neither None, True nor False", fix="leave it out: sizes that were seen to vary are dynamic then")
+        raise AutoparError(
+            f"dynamic={dynamic!r} is neither None, True nor False", fix="leave it out: sizes that were seen to vary are dynamic then"
+        )
     if layout is not None and plan is not None:
         raise AutoparError("layout= and plan= both say how to split the model", fix="pass one of them, or neither to have it planned")
     request = PlanRequest.of(plan, memory, cluster, options, offload)

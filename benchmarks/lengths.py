@@ -74,7 +74,11 @@ def build(a: argparse.Namespace) -> Any:
     torch.manual_seed(0)
     if a.model == "demo":
         return demo.build(argparse.Namespace(hidden=a.hidden, layers=a.layers, seq=a.high), 0)
-    return ZOO[a.model].build(a.layers, max_position_embeddings=a.high) if a.model != "gpt2" else ZOO[a.model].build(a.layers, n_positions=a.high)
+    return (
+        ZOO[a.model].build(a.layers, max_position_embeddings=a.high)
+        if a.model != "gpt2"
+        else ZOO[a.model].build(a.layers, n_positions=a.high)
+    )
 
 
 def train(a: argparse.Namespace) -> dict[str, Any]:
@@ -118,7 +122,10 @@ def train(a: argparse.Namespace) -> dict[str, Any]:
             found["compiling"].append(i)
     if a.child == "autopar":
         programs = model.programs
-        found |= {"programs": {"captured": programs.captured, "general": programs.general, "fixed": programs.fixed}, "plan": model.plan.layout}
+        found |= {
+            "programs": {"captured": programs.captured, "general": programs.general, "fixed": programs.fixed},
+            "plan": model.plan.layout,
+        }
         dist.destroy_process_group()
     return found
 
@@ -130,11 +137,10 @@ def spawn(a: argparse.Namespace, child: str) -> dict[str, Any]:
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         command = [sys.executable, "-m", "benchmarks.lengths", *sys.argv[1:], "--child", child, "--work", folder]
         ranks = range(math.prod(mesh_of(a).values()) if child == "autopar" else 1)
-        outputs = [Path(folder, f"{r}.txt").open("w+") for r in ranks]
-        processes = [
-            subprocess.Popen([*command, "--rank", str(r)], cwd=ROOT, env=env, stdout=o, stderr=subprocess.STDOUT, text=True)
-            for r, o in zip(ranks, outputs, strict=True)
-        ]
+        processes = []
+        for r in ranks:
+            with Path(folder, f"{r}.txt").open("w") as out:
+                processes.append(subprocess.Popen([*command, "--rank", str(r)], cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT))
         codes = [p.wait() for p in processes]
         texts = [Path(folder, f"{r}.txt").read_text() for r in ranks]
         for code, text in zip(codes, texts, strict=True):

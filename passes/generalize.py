@@ -49,7 +49,9 @@ def generalize(first: fx.GraphModule, second: fx.GraphModule, lift: Lift) -> Gen
             return None
         found = lift(a, b)
         if found is None:
-            raise NotGeneralError(f"{path} of {n.name} ({n.target}) is {a} at one size and {b} at another, which is no expression of them that was captured")
+            raise NotGeneralError(
+                f"{path} of {n.name} ({n.target}) is {a} at one size and {b} at another, which is no expression of them that was captured"
+            )
         return found
 
     for a in mine:

@@ -104,7 +104,11 @@ def compile_inner(gm: fx.GraphModule, mode: Any, is_backward: bool) -> tuple[Any
         context.report_output_strides() as found,
     ):
         fn = compile_fx_inner(gm, values, is_backward=is_backward)
-    strides = None if found is None else tuple(None if s is None else tuple(x if isinstance(x, torch.SymInt) else int(x) for x in s) for s in found)
+    strides = (
+        None
+        if found is None
+        else tuple(None if s is None else tuple(x if isinstance(x, torch.SymInt) else int(x) for x in s) for s in found)
+    )
     return fn, strides
 
 

@@ -22,8 +22,8 @@ from torch import fx, nn
 from autopar import _torch
 from autopar.capture.as_strided import plain_windows
 from autopar.capture.common_subexpressions import merge_equal
-from autopar.capture.family import Family
 from autopar.capture.effects import SetAnewError, WrittenBuffers, judge, made_by_torch, refuse_global_hooks, said, set_flags
+from autopar.capture.family import Family
 from autopar.capture.hidden_states import install_recorders
 from autopar.capture.masks import plain_masks
 from autopar.capture.ops import captured_ops
@@ -31,7 +31,6 @@ from autopar.capture.tags import lift_marks, settle_tags
 from autopar.errors import CaptureError
 from autopar.graph.varying import Varying, with_units
 from autopar.tensors.memory_format import order_of, strides_of
-
 
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # (global shape, dtype) of every tensor of a call
 

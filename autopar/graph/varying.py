@@ -36,7 +36,9 @@ class Varying:
     def said(self, names: Iterable[str]) -> str:
         """For people. names: of the call's tensors."""
         named = list(names)
-        dims = ", ".join(f"{named[i]} dim {d}" for i, d in self.dims[:3]) + (f" and {len(self.dims) - 3} more" if len(self.dims) > 3 else "")
+        dims = ", ".join(f"{named[i]} dim {d}" for i, d in self.dims[:3]) + (
+            f" and {len(self.dims) - 3} more" if len(self.dims) > 3 else ""
+        )
         return f"{dims} of {self.size} (sizes up to {self.most} were seen or stated)"
 
 

@@ -64,5 +64,3 @@ def resized(plan: Plan, graph: Graph, other: Graph, units: tuple[int, ...], othe
     outputs = tuple(r.placement(p, other.tensors[n].shape) if n else p for p, n in zip(plan.outputs, other.outputs, strict=True))
     kept = {n: r.placement(p, other.tensors[n].shape) for n, p in plan.kept.items()}
     return replace(plan, ops=ops, inputs=inputs, outputs=outputs, kept=kept)
-
-

@@ -151,7 +151,9 @@ class ParallelModule(nn.Module):
         return step
 
     def _too_many(self, call: Call, seen: SizesSeen) -> str:
-        why = seen.given_up or ("dynamic=False was passed" if self._config.dynamic is False else "sizes of a batch do not divide over the ranks")
+        why = seen.given_up or (
+            "dynamic=False was passed" if self._config.dynamic is False else "sizes of a batch do not divide over the ranks"
+        )
         return (
             f"{type(self.__dict__['_wrapped']).__name__} was called with more than {FIXED} different sizes, and each has a program of its own ({why}): those that were not used "
             f"for longest are given up, and captured and compiled anew when they come again. Pad batches to few sizes: buckets=(...) of autopar.compile does so"

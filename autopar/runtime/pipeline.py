@@ -80,7 +80,9 @@ def seen(
 ) -> Seen:
     """See `autopar.capture.capture.capture` for the arguments."""
     with timed("capture"):
-        captured = capture(model, call, shapes, loss_fn=loss_fn, loss_only=loss_only, grad=grad, cast=cast, autocast=autocast, varying=varying)
+        captured = capture(
+            model, call, shapes, loss_fn=loss_fn, loss_only=loss_only, grad=grad, cast=cast, autocast=autocast, varying=varying
+        )
         graph = describe(captured)
         refuse_unknown_random(captured.gm)
     with timed("fold"):
