@@ -20,7 +20,16 @@ from autopar._torch.distributed import (
 from autopar._torch.dtensors import dtensors_beside_tensors
 from autopar._torch.effects import Effect, Notes, global_module_hooks
 from autopar._torch.export import describe_io, explain_capture_failure, export_joint, pytree, saved_by_min_cut
-from autopar._torch.fakes import check_recorded_values, fake_mode_of, fresh_fake, is_fake, new_fake_mode, storage_of, with_strides
+from autopar._torch.fakes import (
+    check_recorded_values,
+    failures_untold,
+    fake_mode_of,
+    fresh_fake,
+    is_fake,
+    new_fake_mode,
+    storage_of,
+    with_strides,
+)
 from autopar._torch.inductor import (
     boxed,
     compile_inner,
@@ -78,6 +87,7 @@ __all__ = [
     "explain_capture_failure",
     "export_joint",
     "expressions",
+    "failures_untold",
     "fake_mode_of",
     "fill_sizes",
     "fresh_fake",

@@ -414,13 +414,15 @@ def _role(d: Any, name: Callable[[str], str]) -> Role:
 def _explained(model: nn.Module, general: bool = False) -> Iterator[None]:
     """Turns dynamo's errors into one that shows the user's line and a way round. general: while a program for all sizes is captured, of which nothing is lost."""
     try:
-        yield
+        with _torch.failures_untold() if general else contextlib.nullcontext():
+            yield
     except Exception as e:
+        found = None if isinstance(e, CaptureError) else _torch.explain_capture_failure(e)
         if general:
-            raise NotGeneralError(f"{type(e).__name__}: {next(iter(str(e).splitlines()), '')}") from e
+            what, where = found or (f"{type(e).__name__}: {next(iter(str(e).splitlines()), '')}", "")
+            raise NotGeneralError(what, where=where) from e
         if isinstance(e, CaptureError):
             raise
-        found = _torch.explain_capture_failure(e)
         if found is None:
             raise
         what, where = found

@@ -10,7 +10,6 @@ import copy
 import itertools
 import math
 import os
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -69,6 +68,7 @@ class Config:
     outputs: str
     request: PlanRequest
     dynamic: bool | None = None
+    buckets: tuple[int, ...] | None = None
 
 
 def no_plan() -> AutoparError:
@@ -198,27 +198,10 @@ class Builder:
         autocast: torch.dtype | None,
         loss_only: bool,
         varying: tuple[Varying, ...] = (),
-    ) -> tuple[Step, str]:
+    ) -> Step:
         """Captures and lowers one kind of call; the first one with a backward makes the plan that the others follow.
 
-        varying: sizes of it that the step shall be for all of. Where it cannot, it is one for `shapes` alone, and why is told, once, and returned."""
-        why = ""
-        if varying:
-            try:
-                return self._build(call, shapes, grad, autocast, loss_only, varying), ""
-            except NotGeneralError as e:
-                why = e.what
-        step = self._build(call, shapes, grad, autocast, loss_only, ())
-        if why and self.groups.rank == 0:
-            warnings.warn(
-                f"{type(self.model).__name__} is captured and compiled anew for every size of its inputs, since it cannot be compiled once for all of them: {why}",
-                stacklevel=6,
-            )
-        return step, why
-
-    def _build(
-        self, call: Call, shapes: Shapes, grad: bool, autocast: torch.dtype | None, loss_only: bool, varying: tuple[Varying, ...]
-    ) -> Step:
+        varying: sizes of it that the step shall be for all of; NotGeneralError where there is none for them."""
         config = self.config
 
         def seen_here() -> tuple[Seen, Facts]:

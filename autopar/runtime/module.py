@@ -19,12 +19,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import _torch
-from autopar.capture.capture import LOSS, Call, Role, Shapes, off_cache, tensor_named
+from autopar.capture.capture import LOSS, Call, NotGeneralError, Role, Shapes, off_cache, tensor_named
 from autopar.capture.effects import refuse_global_hooks, set_flags
 from autopar.distributed.failures import during
 from autopar.distributed.shards import cut
 from autopar.errors import AutoparError
 from autopar.plan.plan import Plan
+from autopar.runtime.buckets import Buckets, Lengths
+from autopar.runtime.buckets import cut as cut_padding
 from autopar.runtime.build import Builder, Config, no_plan
 from autopar.runtime.check import FirstStep, asked
 from autopar.runtime.copies import copied
@@ -74,7 +76,9 @@ class ParallelModule(nn.Module):
         self.__dict__["_wrapped"] = model
         self._builder = builder
         self._config = config
-        self._programs = Programs(config.dynamic)
+        self._buckets = None if config.buckets is None else Buckets(config.buckets, model)
+        # A bucket is a size of its own: there are few of them.
+        self._programs = Programs(False if config.buckets is not None and config.dynamic is None else config.dynamic)
         self._state = PythonState(model, config.loss_fn)
         self._checked = -1  # the state whose hooks were looked at
         self._reader = self._builder.reader
@@ -90,6 +94,9 @@ class ParallelModule(nn.Module):
 
     def forward(self, *args: object, **kwargs: object) -> object:
         kwargs = off_cache(self.__dict__["_wrapped"], kwargs)
+        lengths: Lengths = {}
+        if self._buckets is not None:
+            args, (kwargs, lengths) = (), self._buckets.padded(args, kwargs)
         call = Call.of(args, kwargs)
         step = self._step_for(call, self._needs_grad(call))
         tensors = Tensors.of(self)
@@ -98,7 +105,7 @@ class ParallelModule(nn.Module):
         run, outputs = self._run(step, values, call, tensors)
         if step.captured.notes.sets:
             set_flags(self.__dict__["_wrapped"], step.captured.notes)
-        return self._pack(run, outputs)
+        return self._pack(run, outputs, lengths)
 
     def _run(
         self, step: Step, values: dict[Role, torch.Tensor], call: Call, tensors: Tensors, again: bool = False
@@ -131,18 +138,30 @@ class ParallelModule(nn.Module):
         was_planned = self._builder.planned
         content = dict(self._state.content)
         seen = self._programs.seen(call, constants)
-        varying = seen.varying(call, shapes, self._builder.batch_ranks, was_planned)
-        for varies in (varying if self._programs.may_generalize(kind) else (), ()):
-            made, why_not = self._builder.build(call, shapes, grad, autocast, loss_only, varies)
-            seen.given_up = seen.given_up or why_not
+        while True:
+            general = self._programs.may_generalize(kind)
+            varying = seen.varying(call, shapes, self._builder.batch_ranks, was_planned) if general else ()
+            try:
+                made = self._builder.build(call, shapes, grad, autocast, loss_only, varying)
+            except NotGeneralError as e:
+                seen.refused(e.what)
+                continue
             if self._builder.planned and not was_planned:
                 self._programs.clear()  # made for parameters that lay elsewhere
+                was_planned = True
             program = Program(made, content, version, shapes if made.general is None else made.captured.input_shapes)
             self._programs.add(kind, program, lambda: self._too_many(call, seen))
             step = program.at(shapes)
-            if step is not None:  # else what was assumed of the sizes that vary is not true of these
+            if step is not None:
                 break
-        assert step is not None
+            seen.missed.add(shapes)  # what was assumed of the sizes that vary is not true of these
+        if seen.tell and self._builder.groups.rank == 0:
+            warnings.warn(
+                f"{type(self.__dict__['_wrapped']).__name__} is captured and compiled anew for every size of its inputs, since it cannot be compiled once for all of them: "
+                f"{seen.given_up}",
+                stacklevel=4,
+            )
+        seen.tell = False
         same = self._programs.of(kind, shapes)
         if len(same) == OFTEN:
             since = self._state.matter(same[-2].version, same[-2].content, same[-2].step.captured.notes)
@@ -215,15 +234,16 @@ class ParallelModule(nn.Module):
             of, self._calls = self._calls, self._calls + 1
         return torch.tensor([seed % (1 << 62), of], dtype=torch.int64, device=self._builder.device)
 
-    def _pack(self, run: Run, outputs: tuple[torch.Tensor | None, ...]) -> object:
+    def _pack(self, run: Run, outputs: tuple[torch.Tensor | None, ...], lengths: Lengths) -> object:
+        """lengths: of what was padded, before that."""
         captured = run.step.captured
         leaves = [captured.constants.get(i, o) for i, o in enumerate(outputs)]
         result = _torch.pytree.tree_unflatten(leaves, captured.out_spec)
         if captured.loss_only:
-            return result[LOSS] if self._config.loss_fn is not None else LossOutput(result[LOSS], self._rest(run))
-        return result
+            return result[LOSS] if self._config.loss_fn is not None else LossOutput(result[LOSS], self._rest(run, lengths))
+        return cut_padding(result, lengths) if lengths else result
 
-    def _rest(self, run: Run) -> Callable[[], Any]:
+    def _rest(self, run: Run, lengths: Lengths) -> Callable[[], Any]:
         """What computes all outputs of a call that has computed its loss alone: the same call again, with the same random numbers. Later calls then compute them at
         once."""
         call, number, before, training = run.call, self._calls - 1, run.before, self.training
@@ -247,13 +267,16 @@ class ParallelModule(nn.Module):
                     values = self._values(step, call, tensors, lambda: self._counters(number))
                 values |= {r: before[r.name] for r in values if r.kind == "buffer" and r.name in before}
                 again, outputs = self._run(step, values, call, tensors, again=True)
-                return self._pack(again, outputs)
+                return self._pack(again, outputs, lengths)
 
         return rest
 
     def prepare(self, *args: object, **kwargs: object) -> Step:
         """Captures and compiles the step for a call with these arguments, without running it."""
-        call = Call.of(args, off_cache(self.__dict__["_wrapped"], kwargs))
+        kwargs = off_cache(self.__dict__["_wrapped"], kwargs)
+        if self._buckets is not None:
+            args, (kwargs, _) = (), self._buckets.padded(args, kwargs)
+        call = Call.of(args, kwargs)
         return self._step_for(call, self._needs_grad(call))
 
     def _needs_grad(self, call: Call) -> bool:

@@ -27,14 +27,28 @@ class SizesSeen:
     def __init__(self, dynamic: bool | None) -> None:
         self.dynamic = dynamic
         self.given_up = ""  # why the program is another one at every size
+        self.tell = False  # whether the user is to hear of it
+        self.coarse = False  # sizes are multiples of what all that were seen are multiples of
+        self.common = False  # whether they are multiples of anything
+        self.missed: set[Shapes] = set()  # what a program for all sizes that was made for them turned out not to hold for
         self.seen: dict[Shapes, None] = {}
+
+    def refused(self, why: str) -> None:
+        """There is no program for all sizes of what `varying` said last. It will say less."""
+        if self.dynamic:
+            self.dynamic = None
+        elif self.common and not self.coarse:
+            self.coarse = True
+        else:
+            self.given_up = self.given_up or why
+            self.tell = True
 
     def varying(self, call: Call, shapes: Shapes, ranks: int, planned: bool) -> tuple[Varying, ...]:
         """What varies of a call that there is no program for, by what was seen before and this one. ranks: over how many the batch is split, or may be (not planned)."""
         self.seen[shapes] = None
         while len(self.seen) > REMEMBERED:
             del self.seen[next(iter(self.seen))]
-        if self.dynamic is False or self.given_up:
+        if self.dynamic is False or self.given_up or shapes in self.missed:
             return ()
         marks = [_torch.marks_of(t) for t in call.tensors]
         batch = batch_size(tuple(Tensor("", s, "") for s, _ in shapes))
@@ -48,7 +62,11 @@ class SizesSeen:
         found = []
         for (is_batch, sizes), dims in groups.items():
             now = sizes[-1]
-            step = (ranks if planned else math.gcd(ranks, now)) if is_batch else 1
+            step = ranks if planned else math.gcd(ranks, now)
+            if not is_batch:
+                common = math.gcd(*sizes)
+                self.common = self.common or common > 1
+                step = common if self.coarse else 1
             stated = [marks[i].most[d] for i, d in dims if d in marks[i].most]
             if now < 2 * step or now % step:
                 return ()  # of its own: what holds of one element, or of a part of a unit, does of no other number
