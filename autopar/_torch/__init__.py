@@ -55,7 +55,7 @@ from autopar._torch.nodes import (
     without_dead_code,
 )
 from autopar._torch.parameters import hooks_of, move_parameter, set_hooks
-from autopar._torch.patched import replaced_composites
+from autopar._torch.patched import other_code, replaced_composites
 from autopar._torch.pickles import restricted_reader
 from autopar._torch.record import recorded
 from autopar._torch.regions import TorchDispatchMode, leave_region, region_of
@@ -113,6 +113,7 @@ __all__ = [
     "new_group",
     "number",
     "orderly",
+    "other_code",
     "process_group",
     "pytree",
     "recorded",
