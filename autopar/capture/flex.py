@@ -43,7 +43,9 @@ def attention_of(
     q: Tensor, k: Tensor, v: Tensor, score_mod: Any, block_mask: Any, scale: float | None, enable_gqa: bool, wants_lse: bool
 ) -> Tensor:
     if wants_lse:
-        raise NotImplementedError("flex_attention(return_lse=True) is not captured: write attention out in the model where its log-sum-exp is needed")
+        raise NotImplementedError(
+            "flex_attention(return_lse=True) is not captured: write attention out in the model where its log-sum-exp is needed"
+        )
     if q.shape[1] != k.shape[1] and not enable_gqa:
         raise ValueError(f"flex_attention: {q.shape[1]} heads of queries and {k.shape[1]} of keys want enable_gqa=True")
     b, h, i, j = _indices(q, k)
