@@ -63,8 +63,9 @@ class TracedSizes:
         for name, sources in self.env.var_to_sources.items() if self.env is not None else ():
             for s in sources:
                 base = getattr(s, "base", None)
-                if hasattr(base, "index") and getattr(s, "idx", None) is not None:
-                    self.dims[name] = base.index, s.idx
+                at, dim = getattr(base, "index", None), getattr(s, "idx", None)
+                if isinstance(at, int) and isinstance(dim, int):
+                    self.dims[name] = at, dim
 
     def hold(self, size_of: Callable[[int, int], int]) -> bool:
         """Whether all of it is true of these sizes. size_of: (input, dim)."""
@@ -136,7 +137,7 @@ def concrete(gm: fx.GraphModule, there: Mapping[Any, Any], mode: Any) -> fx.Grap
         if n.op == "output":
             graph.output(fx.map_arg(n.args[0], env.__getitem__)).meta = dict(n.meta)
             continue
-        new = env[n] = graph.node_copy(n, env.__getitem__)  # type: ignore[assignment]
+        new = env[n] = graph.node_copy(n, env.__getitem__)
         new.meta = dict(n.meta)
         if "val" in n.meta:
             new.meta["val"] = torch.utils._pytree.tree_map(fake, val)

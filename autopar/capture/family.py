@@ -44,7 +44,7 @@ class Family(Generic[C]):
     def holds(self, units: tuple[int, ...]) -> bool:
         """Whether the program is the user's at these sizes, too."""
         sizes = {dim: v.step * n for v, n in zip(self.varying, units, strict=True) for dim in v.dims}
-        return self.symbols.hold(units) and self._traced.hold(lambda i, d: sizes[i, d])
+        return bool(self.symbols.hold(units) and self._traced.hold(lambda i, d: sizes[i, d]))
 
     def others(self, number: int) -> Iterator[tuple[int, ...]]:
         """Up to so many further numbers of units that could stand for the sizes."""

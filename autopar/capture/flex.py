@@ -17,15 +17,18 @@ from torch.nn.attention import flex_attention
 
 
 def _as_attention(
-    query, key, value, score_mod=None, block_mask=None, scale=None, enable_gqa=False, return_lse=False, kernel_options=None, *, return_aux=None,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+    query: Any, key: Any, value: Any, score_mod: Any = None, block_mask: Any = None, scale: Any = None, enable_gqa: bool = False,
+    return_lse: bool = False, kernel_options: Any = None, *, return_aux: Any = None,
+) -> Any:  # fmt: skip
     """Takes the place of torch's own, as code: it finds no names of this file."""
     from autopar.capture.flex import attention_of
 
     return attention_of(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse or return_aux is not None)
 
 
-def _as_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=None, BLOCK_SIZE=128, _compile=False, **rest):  # type: ignore[no-untyped-def]
+def _as_mask(
+    mask_mod: Any, B: Any, H: Any, Q_LEN: Any, KV_LEN: Any, device: Any = None, BLOCK_SIZE: Any = None, _compile: bool = False, **rest: Any
+) -> Any:
     """Takes the place of create_block_mask."""
     from autopar.capture.flex import Mask
 
@@ -65,7 +68,8 @@ def attention_of(
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
     hidden = (scores == -math.inf).all(-1, keepdim=True)
-    return (scores.masked_fill(hidden, 0.0).softmax(-1).masked_fill(hidden, 0.0) @ v.float()).to(q.dtype)
+    formula: Tensor = (scores.masked_fill(hidden, 0.0).softmax(-1).masked_fill(hidden, 0.0) @ v.float()).to(q.dtype)
+    return formula
 
 
 def _indices(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
