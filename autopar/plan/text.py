@@ -67,6 +67,8 @@ def text(plan: Decisions) -> str:
     lines += _predicted(plan)
     if "gap" in plan.solver:
         lines.append(f"solver: within {float(plan.solver['gap']):.2%} of the bound, stopped by {plan.solver.get('stopped_by', 'gap')}")
+    if "sizes" in plan.solver:
+        lines.append(f"for all sizes of some inputs, none of them split over the mesh but in whole units; made for {plan.solver['sizes']}")
     if "capture" in plan.solver:
         lines.append(f"capture: {plan.solver['capture']}")
     return "\n".join(lines)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar import _torch
-from autopar.capture.capture import Call
+from autopar.capture.capture import Call, Shapes
 from autopar.distributed.groups import Groups
 from autopar.distributed.shards import cut, dtensor_placements
 from autopar.errors import InputError
@@ -24,6 +24,7 @@ from autopar.planner.storage import batch_size
 from autopar.tensors.memory_format import laid, order_of
 
 CHECKED_BATCHES = 3  # how many of the first batches ranks compare
+SIZES_REMEMBERED = 4096
 
 
 class InputReader:
@@ -37,9 +38,10 @@ class InputReader:
             raise InputError(f"inputs={mode!r} is not a mode", fix='use inputs="global" (the same batch on every rank) or inputs="local"')
         self.groups, self.mode, self.data_axes = groups, mode, data_axes
         self.left = CHECKED_BATCHES
+        self.compared: set[Shapes] = set()
         self.parts = groups.mesh.sizes_product(data_axes)
 
-    def global_shapes(self, call: Call) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    def global_shapes(self, call: Call) -> Shapes:
         shapes = [tuple(t.shape) for t in call.tensors]
         if self.mode == "local":
             batch = batch_size(tuple(Tensor("", s, "") for s, t in zip(shapes, call.tensors, strict=True) if not isinstance(t, DTensor)))
@@ -85,11 +87,14 @@ class InputReader:
     def _dtensor(self, local: torch.Tensor, p: Placement) -> DTensor:
         return _torch.dtensor(local, self.groups.device_mesh, dtensor_placements(p, self.groups.mesh), p.shape)
 
-    def check_same(self, call: Call, force: bool = False) -> None:
-        """Raises on every rank if the ranks' batches differ (global) or differ in shape (local); the first batches only."""
-        if not force and self.left <= 0:
+    def check_same(self, call: Call, shapes: Shapes, force: bool = False) -> None:
+        """Raises on every rank if the ranks' batches differ (global) or differ in shape (local); the first batches only, and those of sizes that are new."""
+        if not force and self.left <= 0 and shapes in self.compared:
             return
         self.left -= 1
+        if len(self.compared) > SIZES_REMEMBERED:
+            self.compared.clear()
+        self.compared.add(shapes)
         if len(self.groups.ranks) == 1:
             return
         mine = [(n, tuple(t.shape), f"{t.dtype} {order_of(t)}", self._digest(t)) for n, t in zip(call.paths, call.tensors, strict=True)]

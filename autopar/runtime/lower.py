@@ -51,6 +51,7 @@ def lower(
     if backend == "aot_eager":
         return Lowered(_eager(gm))
     places = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    places = [n for n in places if isinstance(n.meta["val"], torch.Tensor)]
     for n, saved in zip(places, saved_strides or (), strict=False):
         if saved is not None:
             n.meta["val"] = _torch.with_strides(n.meta["val"], saved, fake_mode)

@@ -12,7 +12,6 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, overload
 
 import torch
@@ -20,12 +19,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import _torch
-from autopar.capture.capture import LOSS, Call, Role, off_cache, tensor_named
+from autopar.capture.capture import LOSS, Call, NotGeneralError, Role, Shapes, off_cache, tensor_named
 from autopar.capture.effects import refuse_global_hooks, set_flags
 from autopar.distributed.failures import during
 from autopar.distributed.shards import cut
 from autopar.errors import AutoparError
 from autopar.plan.plan import Plan
+from autopar.runtime.buckets import Buckets, Lengths
+from autopar.runtime.buckets import cut as cut_padding
 from autopar.runtime.build import Builder, Config, no_plan
 from autopar.runtime.check import FirstStep, asked
 from autopar.runtime.copies import copied
@@ -33,8 +34,10 @@ from autopar.runtime.eager_calls import is_method_of, run_whole
 from autopar.runtime.gradients import GradSync
 from autopar.runtime.optimizers import watch
 from autopar.runtime.outputs import LossOutput, NotComputedError, OutputGiver
-from autopar.runtime.python_state import Content, PythonState, constants_hold, said
+from autopar.runtime.programs import FIXED, Counts, Program, Programs
+from autopar.runtime.python_state import PythonState, constants_hold, said
 from autopar.runtime.run import Apply, Run, Tensors, padded_local
+from autopar.runtime.sizes import SizesSeen
 from autopar.runtime.step import Step, StepStats
 from autopar.tensors.memory_format import order_of
 
@@ -73,8 +76,9 @@ class ParallelModule(nn.Module):
         self.__dict__["_wrapped"] = model
         self._builder = builder
         self._config = config
-        self._steps: dict[Any, Step] = {}
-        self._kinds: dict[Any, list[_Held]] = {}
+        self._buckets = None if config.buckets is None else Buckets(config.buckets, model)
+        # A bucket is a size of its own: there are few of them.
+        self._programs = Programs(False if config.buckets is not None and config.dynamic is None else config.dynamic)
         self._state = PythonState(model, config.loss_fn)
         self._checked = -1  # the state whose hooks were looked at
         self._reader = self._builder.reader
@@ -90,6 +94,9 @@ class ParallelModule(nn.Module):
 
     def forward(self, *args: object, **kwargs: object) -> object:
         kwargs = off_cache(self.__dict__["_wrapped"], kwargs)
+        lengths: Lengths = {}
+        if self._buckets is not None:
+            args, (kwargs, lengths) = (), self._buckets.padded(args, kwargs)
         call = Call.of(args, kwargs)
         step = self._step_for(call, self._needs_grad(call))
         tensors = Tensors.of(self)
@@ -98,7 +105,7 @@ class ParallelModule(nn.Module):
         run, outputs = self._run(step, values, call, tensors)
         if step.captured.notes.sets:
             set_flags(self.__dict__["_wrapped"], step.captured.notes)
-        return self._pack(run, outputs)
+        return self._pack(run, outputs, lengths)
 
     def _run(
         self, step: Step, values: dict[Role, torch.Tensor], call: Call, tensors: Tensors, again: bool = False
@@ -121,40 +128,67 @@ class ParallelModule(nn.Module):
         shapes = self._reader.global_shapes(call)
         formats = tuple((t.requires_grad, order_of(t)) for t in call.tensors)
         loss_only = self._config.outputs == "loss" and self.training not in self._touched
-        key = (self.training, grad, autocast, call.spec, _hashable(call.constants), shapes, formats, loss_only)
-        step = self._held(key, version)
-        if step is not None:
-            with during("comparing the batches of the ranks", self._builder.groups.ranks):
-                self._reader.check_same(call)
-            return step
+        constants = _hashable(call.constants)
+        kind = (self.training, grad, autocast, call.spec, constants, formats, loss_only)
+        step = self._held(kind, shapes, version)
         with during("comparing the batches of the ranks", self._builder.groups.ranks):
-            self._reader.check_same(call, force=True)
+            self._reader.check_same(call, shapes, force=step is None)
+        if step is not None:
+            return step
         was_planned = self._builder.planned
         content = dict(self._state.content)
-        step = self._builder.build(call, shapes, grad, autocast, loss_only)
-        if self._builder.planned and not was_planned:
-            self._steps.clear()  # made for parameters that lay elsewhere
-            self._kinds.clear()
-        kind = self._kinds.setdefault(key, [])
-        kind.append(_Held(step, content, version))
-        if len(kind) == OFTEN:
-            since = self._state.matter(kind[-2].version, kind[-2].content, kind[-2].step.captured.notes)
+        seen = self._programs.seen(call, constants)
+        while True:
+            general = self._programs.may_generalize(kind)
+            varying = seen.varying(call, shapes, self._builder.batch_ranks, was_planned) if general else ()
+            try:
+                made = self._builder.build(call, shapes, grad, autocast, loss_only, varying)
+            except NotGeneralError as e:
+                seen.refused(e.what)
+                continue
+            if self._builder.planned and not was_planned:
+                self._programs.clear()  # made for parameters that lay elsewhere
+                was_planned = True
+            program = Program(made, content, version, shapes if made.general is None else made.captured.input_shapes)
+            self._programs.add(kind, program, lambda: self._too_many(call, seen))
+            step = program.at(shapes)
+            if step is not None:
+                break
+            seen.missed.add(shapes)  # what was assumed of the sizes that vary is not true of these
+        if seen.tell and self._builder.groups.rank == 0:
+            warnings.warn(
+                f"{type(self.__dict__['_wrapped']).__name__} is captured and compiled anew for every size of its inputs, since it cannot be compiled once for all of them: "
+                f"{seen.given_up}",
+                stacklevel=4,
+            )
+        seen.tell = False
+        same = self._programs.of(kind, shapes)
+        if len(same) == OFTEN:
+            since = self._state.matter(same[-2].version, same[-2].content, same[-2].step.captured.notes)
             changed = ", ".join(sorted(map(said, since))[:3]) or "a global variable"
             warnings.warn(f"captured {OFTEN} times, since Python state that forward reads changes: {changed}", stacklevel=3)
-        self._steps[*key, len(kind)] = step
         return step
 
-    def _held(self, key: tuple[Any, ...], version: int) -> Step | None:
+    def _too_many(self, call: Call, seen: SizesSeen) -> str:
+        why = seen.given_up or (
+            "dynamic=False was passed" if self._config.dynamic is False else "sizes of a batch do not divide over the ranks"
+        )
+        return (
+            f"{type(self.__dict__['_wrapped']).__name__} was called with more than {FIXED} different sizes, and each has a program of its own ({why}): those that were not used "
+            f"for longest are given up, and captured and compiled anew when they come again. Pad batches to few sizes: buckets=(...) of autopar.compile does so"
+        )
+
+    def _held(self, kind: tuple[Any, ...], shapes: Shapes, version: int) -> Step | None:
         """The step of such calls that was captured with the Python state that there is now, or with what is the same to it."""
-        held = [h for h in self._kinds.get(key, ()) if constants_hold(h.step.captured.notes)]
-        for h in held:
-            if h.version == version:
-                return h.step
-        for h in held:
-            if not self._state.matter(h.version, h.content, h.step.captured.notes):
-                h.version = version
-                return h.step
-        return None
+        held = [p for p in self._programs.of(kind, shapes) if constants_hold(p.step.captured.notes)]
+        found = next((p for p in held if p.version == version), None)
+        if found is None:
+            found = next((p for p in held if not self._state.matter(p.version, p.content, p.step.captured.notes)), None)
+        if found is None:
+            return None
+        found.version = version
+        self._programs.used(kind, found)
+        return found.at(shapes)
 
     def _values(
         self, step: Step, call: Call, tensors: Tensors | None = None, counters: Callable[[], torch.Tensor] | None = None
@@ -186,11 +220,10 @@ class ParallelModule(nn.Module):
 
     def _first_step(self, step: Step) -> FirstStep | None:
         """The checks of a step that has not run yet, where AUTOPAR_CHECK asks for them."""
-        if step.checked or not asked():
+        if not asked() or not step.first_run():
             return None
-        step.checked = True
         groups = self._builder.groups
-        return FirstStep(step, lambda t, p: cut(t, p, groups.mesh, groups.coordinates), groups.rank)
+        return FirstStep(step.written_out(), lambda t, p: cut(t, p, groups.mesh, groups.coordinates), groups.rank)
 
     def _counters(self, of: int | None = None) -> torch.Tensor:
         """(seed, step) of a new call, or of an earlier one: torch.manual_seed starts the count again."""
@@ -201,15 +234,16 @@ class ParallelModule(nn.Module):
             of, self._calls = self._calls, self._calls + 1
         return torch.tensor([seed % (1 << 62), of], dtype=torch.int64, device=self._builder.device)
 
-    def _pack(self, run: Run, outputs: tuple[torch.Tensor | None, ...]) -> object:
+    def _pack(self, run: Run, outputs: tuple[torch.Tensor | None, ...], lengths: Lengths) -> object:
+        """lengths: of what was padded, before that."""
         captured = run.step.captured
         leaves = [captured.constants.get(i, o) for i, o in enumerate(outputs)]
         result = _torch.pytree.tree_unflatten(leaves, captured.out_spec)
         if captured.loss_only:
-            return result[LOSS] if self._config.loss_fn is not None else LossOutput(result[LOSS], self._rest(run))
-        return result
+            return result[LOSS] if self._config.loss_fn is not None else LossOutput(result[LOSS], self._rest(run, lengths))
+        return cut_padding(result, lengths) if lengths else result
 
-    def _rest(self, run: Run) -> Callable[[], Any]:
+    def _rest(self, run: Run, lengths: Lengths) -> Callable[[], Any]:
         """What computes all outputs of a call that has computed its loss alone: the same call again, with the same random numbers. Later calls then compute them at
         once."""
         call, number, before, training = run.call, self._calls - 1, run.before, self.training
@@ -233,13 +267,16 @@ class ParallelModule(nn.Module):
                     values = self._values(step, call, tensors, lambda: self._counters(number))
                 values |= {r: before[r.name] for r in values if r.kind == "buffer" and r.name in before}
                 again, outputs = self._run(step, values, call, tensors, again=True)
-                return self._pack(again, outputs)
+                return self._pack(again, outputs, lengths)
 
         return rest
 
     def prepare(self, *args: object, **kwargs: object) -> Step:
         """Captures and compiles the step for a call with these arguments, without running it."""
-        call = Call.of(args, off_cache(self.__dict__["_wrapped"], kwargs))
+        kwargs = off_cache(self.__dict__["_wrapped"], kwargs)
+        if self._buckets is not None:
+            args, (kwargs, _) = (), self._buckets.padded(args, kwargs)
+        call = Call.of(args, kwargs)
         return self._step_for(call, self._needs_grad(call))
 
     def _needs_grad(self, call: Call) -> bool:
@@ -286,7 +323,12 @@ class ParallelModule(nn.Module):
     @property
     def stats(self) -> dict[str, StepStats]:
         """Counts of what compilation did: distinct layers lowered, cache hits, copies made for kernels that demand another layout."""
-        return {str(i): s.stats for i, s in enumerate(self._steps.values())}
+        return {str(i): s.stats for i, s in enumerate(self._programs.steps())}
+
+    @property
+    def programs(self) -> Counts:
+        """How often this model's calls were captured and compiled, and how many programs are kept."""
+        return self._programs.counts()
 
     def train(self, mode: bool = True) -> ParallelModule:
         super().train(mode)
@@ -360,15 +402,6 @@ class ParallelModule(nn.Module):
                     fix="use a hook on the parameters (register_post_accumulate_grad_hook), or on a tensor in forward, or remove it before training",
                 )
         self._checked = version
-
-
-@dataclass
-class _Held:
-    """A step, and the Python state it was captured with; version: the latest state that is the same to it."""
-
-    step: Step
-    content: Content
-    version: int
 
 
 def _hashable(constants: tuple[Any, ...]) -> tuple[Any, ...]:
