@@ -8,6 +8,7 @@ import torch
 import torch.utils._pytree
 
 from autopar._torch.parameters import move_parameter
+from autopar.errors import AutoparError
 
 _aten = torch.ops.aten
 
@@ -34,7 +35,7 @@ def dtensors_beside_tensors() -> None:
         dispatcher._custom_op_handlers.setdefault(call, handler)
     dispatcher._custom_op_handlers.update(dict.fromkeys((*_WRONG, *_REFUSED), _on_whole))
     if "data" not in vars(DTensor):
-        ours = {"data": property(_data, _set_data), "numpy": _numpy, "tolist": _tolist}
+        ours = {"data": property(_data, _set_data), "numpy": _numpy, "tolist": _tolist, "storage": _storage}
         for name, attribute in ours.items():
             setattr(DTensor, name, attribute)
 
@@ -132,6 +133,15 @@ def _numpy(t: Any, *, force: bool = False) -> Any:
 
 def _tolist(t: Any) -> Any:
     return t.full_tensor().tolist()
+
+
+def _storage(t: Any) -> Any:
+    """safetensors asks for it, where somebody saves a model as if it were whole: Hugging Face's Trainer, on one rank."""
+    raise AutoparError(
+        f"a tensor of shape {tuple(t.shape)} lies on {t.device_mesh.size()} processes, and has no memory that one of them could save or share",
+        fix="all ranks call model.save_pretrained(folder) or autopar.checkpoint.save; for Hugging Face's Trainer make it of autopar.trainer(Trainer, mesh), "
+        "which saves and resumes by itself",
+    )
 
 
 def _data(t: Any) -> Any:
