@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from autopar.capture.tags import must_recompute, must_save
     from autopar.errors import AutoparError
     from autopar.hardware.cluster import Cluster
+    from autopar.integrations.fabric import strategy
     from autopar.integrations.trainer import trainer
     from autopar.plan.plan import Plan
     from autopar.planner.layout import Layout
@@ -30,14 +31,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AutoparError", "Cluster", "Layout", "Offload", "ParallelModule", "Plan", "Precision", "Prediction", "checkpoint", "compile", "explain", "must_recompute",
-    "must_save", "plan", "predict", "search", "trainer",
+    "must_save", "plan", "predict", "search", "strategy", "trainer",
 ]  # fmt: skip
 
 _WHERE = {
     "AutoparError": "errors", "Cluster": "hardware.cluster", "Layout": "planner.layout", "Offload": "planner.offload", "ParallelModule": "runtime.module",
     "Plan": "plan.plan", "Precision": "planner.precision", "Prediction": "predict", "compile": "api", "explain": "planner.offline",
     "must_recompute": "capture.tags", "must_save": "capture.tags", "plan": "planner.offline", "predict": "predict", "search": "search",
-    "trainer": "integrations.trainer",
+    "strategy": "integrations.fabric", "trainer": "integrations.trainer",
 }  # fmt: skip
 
 

@@ -27,7 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import checkpoint
 from autopar.api import compile as compile_model
+from autopar.checkpoint.adapters import has_adapters
 from autopar.errors import AutoparError
+from autopar.integrations.fused_head import capturable, is_fused
 from autopar.runtime.module import ParallelModule
 
 T = TypeVar("T")
@@ -36,7 +38,7 @@ MET = ("_save", "_save_optimizer_and_scheduler", "_load_from_checkpoint", "_load
 SCHEDULER, ARGUMENTS = "scheduler.pt", "training_args.bin"  # the Trainer's own names
 
 
-def trainer(cls: type[T], mesh: DeviceMesh | tuple[int, ...] | Mapping[str, int] | None = None, **options: Any) -> type[T]:
+def trainer(cls: type[T], mesh: DeviceMesh | tuple[int, ...] | Mapping[str, int] | None = None, **options: object) -> type[T]:
     """A subclass of `cls`, which is transformers' Trainer or a subclass of it, that trains its model on `mesh`.
 
     mesh, options: those of `autopar.compile`, which is called on the model (and on a `ref_model`) once `cls` is made. `inputs` is "local". A model that
@@ -76,8 +78,14 @@ class _Sharded:
         signature = getattr(self, "_set_signature_columns_if_needed", None)
         if signature is not None:
             signature()  # of the forward that people wrote
+        switches = has_adapters(self.model)
         self.model = self.model_wrapped = self.callback_handler.model = self._compiled(self.model, "model")
         reference = getattr(self, "ref_model", None)
+        if reference is None and hasattr(self, "ref_model") and switches and not getattr(self, "precompute_ref_logps", False):
+            raise AutoparError(
+                f"{type(self).__name__} without ref_model switches the adapters of its model off and on, which a compiled model does not see",
+                fix="pass ref_model=, a copy of the base model; it is compiled, too",
+            )
         if isinstance(reference, nn.Module):
             self.ref_model = self._compiled(reference, "ref_model")
         precision = self.accelerator.mixed_precision
@@ -102,6 +110,9 @@ class _Sharded:
                     "optimizers= has parameters of the model before it was compiled, which nothing updates any more",
                     fix="pass optimizer_cls_and_kwargs=, or compile the model and make the optimizer of it, and pass both",
                 )
+            if is_fused(model):
+                capturable(model)
+                options = {"outputs": "all", **options}  # its losses are made of log-probabilities
             model = compile_model(model, mesh, **options)
         if model.data_world != self.args.world_size:
             raise AutoparError(
