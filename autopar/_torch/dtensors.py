@@ -8,6 +8,7 @@ import torch
 import torch.utils._pytree
 
 from autopar._torch.parameters import move_parameter
+from autopar._torch.stepping import current, trying
 from autopar.errors import AutoparError
 
 _aten = torch.ops.aten
@@ -35,7 +36,14 @@ def dtensors_beside_tensors() -> None:
         dispatcher._custom_op_handlers.setdefault(call, handler)
     dispatcher._custom_op_handlers.update(dict.fromkeys((*_WRONG, *_REFUSED), _on_whole))
     if "data" not in vars(DTensor):
-        ours = {"data": property(_data, _set_data), "numpy": _numpy, "tolist": _tolist, "storage": _storage}
+        ours = {
+            "data": property(_data, _set_data),
+            "numpy": _numpy,
+            "tolist": _tolist,
+            "storage": _storage,
+            "data_ptr": _data_ptr,
+            "reshape": _reshape,
+        }
         for name, attribute in ours.items():
             setattr(DTensor, name, attribute)
 
@@ -61,6 +69,8 @@ _REFUSED = (
     _aten.bincount.default,
     _aten.histc.default,
     _aten.allclose.default,
+    _aten.searchsorted.Tensor,
+    _aten.bucketize.Tensor,
 )
 
 
@@ -142,6 +152,26 @@ def _storage(t: Any) -> Any:
         fix="all ranks call model.save_pretrained(folder) or autopar.checkpoint.save; for Hugging Face's Trainer make it of autopar.trainer(Trainer, mesh), "
         "which saves and resumes by itself",
     )
+
+
+def _reshape(t: Any, *shape: Any) -> Any:
+    """Where the parts of a tensor are not parts of the new shape, that is made of the whole. A view may not: what is written into it would be lost."""
+    from torch.distributed.tensor import Replicate
+
+    try:
+        with trying():
+            return torch.Tensor.reshape(t, *shape)
+    except RuntimeError:
+        whole = t.redistribute(placements=[Replicate()] * t.device_mesh.ndim)
+        return torch.Tensor.reshape(whole, *shape)
+
+
+def _data_ptr(t: Any) -> int:
+    """Of what stands for the shard, which is nobody's memory; an optimizer that hands it to a kernel is refused at its first step."""
+    mode = current()
+    if mode is not None:
+        mode.memory_asked(t)
+    return int(torch.Tensor.data_ptr(t))
 
 
 def _data(t: Any) -> Any:

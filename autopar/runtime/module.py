@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import _torch
+from autopar._torch import stepping
 from autopar.capture.capture import LOSS, Call, Role, off_cache, tensor_named
 from autopar.capture.effects import refuse_global_hooks, set_flags
 from autopar.checkpoint.adapters import has_adapters, load_adapters, save_adapters
@@ -118,6 +119,7 @@ class ParallelModule(nn.Module):
             return run, run.forward()
 
     def _step_for(self, call: Call, grad: bool) -> Step:
+        stepping.leave()
         version = self._state.now()
         self._check_hooks(version)
         refuse_global_hooks()
