@@ -84,11 +84,13 @@ def main() -> None:
     )
     model = LlamaForCausalLM(config)
     world, kind = 1, Trainer
+    callbacks: list[Any] = [Killed(args.killed_after)]
     if not args.plain:
         dist.init_process_group("gloo")
         world = dist.get_world_size()
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
         kind = autopar.trainer(Trainer, mesh, layout=args.layout, backend=args.backend)
+        callbacks.append(autopar.monitor_callback(every=4))
 
     settings = TrainingArguments(
         output_dir=args.folder,
@@ -117,7 +119,7 @@ def main() -> None:
         train_dataset=Text(128),
         eval_dataset=Text(16, first=128),
         compute_metrics=accuracy,
-        callbacks=[Killed(args.killed_after)],
+        callbacks=callbacks,
     )
     trainer.train(resume_from_checkpoint=args.resume or None)
     best = trainer.evaluate()

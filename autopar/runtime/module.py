@@ -311,6 +311,11 @@ class ParallelModule(nn.Module):
     def _is_accelerate_prepared(self, prepared: bool) -> None:
         """It is, whatever they find."""
 
+    @property
+    def compiled_steps(self) -> tuple[Step, ...]:
+        """One for each kind of call so far."""
+        return tuple(self._steps.values())
+
     def train(self, mode: bool = True) -> ParallelModule:
         super().train(mode)
         self.__dict__["_wrapped"].training = mode

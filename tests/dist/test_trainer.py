@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -50,6 +51,11 @@ def test_killed_after_its_save_and_resumed(tmp_path: Path) -> None:
     at = sorted(p.name for p in (tmp_path / "runs/killed").glob("checkpoint-*"))
     assert at == ["checkpoint-2", "checkpoint-4"]
     same(ran(tmp_path, "train_hf_trainer.py", *options, "--resume", processes=2), expected)
+
+    # It was watched.
+    history = json.loads((tmp_path / "runs/killed/checkpoint-8/trainer_state.json").read_text())["log_history"]
+    watched = [e for e in history if "autopar/step_s" in e]
+    assert watched and all(e["autopar/peak_bytes"] > 1e6 for e in watched)
 
     # What the Trainer saved is what transformers reads.
     at = sorted(p.name for p in (tmp_path / "runs/killed").glob("checkpoint-*"))
