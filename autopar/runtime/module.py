@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, overload
 
 import torch
@@ -26,6 +27,7 @@ from autopar._torch import stepping
 from autopar.capture.capture import LOSS, Call, Role, off_cache, tensor_named
 from autopar.capture.effects import refuse_global_hooks, set_flags
 from autopar.checkpoint.adapters import has_adapters, load_adapters, save_adapters
+from autopar.checkpoint.ranks import together
 from autopar.checkpoint.safetensors import load_safetensors, save_safetensors
 from autopar.distributed.failures import during
 from autopar.distributed.shards import cut
@@ -338,10 +340,13 @@ class ParallelModule(nn.Module):
             save_adapters(model, folder)
             return
         save_safetensors(self, folder, max_shard_size)
-        if self._builder.groups.rank == 0:
+
+        def configs() -> None:
             for part in ("config", "generation_config"):
-                if hasattr(getattr(model, part, None), "save_pretrained"):
+                if self._builder.groups.rank == 0 and hasattr(getattr(model, part, None), "save_pretrained"):
                     getattr(model, part).save_pretrained(folder)
+
+        together(configs, Path(folder))  # nobody goes on before they are there
 
     def load_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Fills the model in place from what `save_pretrained` wrote, or transformers or peft: every rank reads the slices of its shards, and adapters whole. Raises
