@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -31,11 +32,14 @@ def dtensors_beside_tensors() -> None:
         _aten._is_all_true.default: _whole,
         _aten.index_put_.default: _put,
         _aten.pow_.Scalar: _power,
+        _aten.copy_.default: _copy,
     }
     for call, handler in handlers.items():
         dispatcher._custom_op_handlers.setdefault(call, handler)
     dispatcher._custom_op_handlers.update(dict.fromkeys((*_WRONG, *_REFUSED), _on_whole))
     if "data" not in vars(DTensor):
+        propagate = dispatcher._propagate_op_sharding_dispatch_slow_path
+        dispatcher._propagate_op_sharding_dispatch_slow_path = functools.partial(_of_one_mesh, propagate)
         ours = {
             "data": property(_data, _set_data),
             "numpy": _numpy,
@@ -107,6 +111,39 @@ def _put(call: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(x, DTensor):
         _write(x, whole)
     return x
+
+
+def _copy(call: Any, args: Any, kwargs: Any) -> Any:
+    """From plain tensors, and from a DTensor of another mesh, too: a model's weights that lie otherwise."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    x, source = args[0], args[1]
+    if not isinstance(x, DTensor):
+        call(x, source.full_tensor(), *args[2:], **kwargs)
+        return x
+    if isinstance(source, DTensor) and source.device_mesh != x.device_mesh:
+        source = source.full_tensor()
+    if source.shape != x.shape:
+        source = source.expand(x.shape)
+    if not isinstance(source, DTensor):
+        source = distribute_tensor(source, x.device_mesh, x.placements, src_data_rank=None)
+    call(x._local_tensor, source.redistribute(x.device_mesh, x.placements)._local_tensor, *args[2:], **kwargs)
+    return x
+
+
+def _of_one_mesh(propagate: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
+    """What torch says of DTensors on two meshes does not say what to do."""
+    try:
+        return propagate(call, *args, **kwargs)
+    except RuntimeError as e:
+        if "different mesh" in str(e) or "same mesh" in str(e):
+            raise AutoparError(
+                f"{call} of parameters, gradients or state of models on two different meshes",
+                where=str(e).splitlines()[0][:300],
+                fix="compile both models on one mesh, or take the whole of one, t.full_tensor(), which counts as the same on all ranks; outputs of models on "
+                "different meshes are ordinary tensors and can be mixed",
+            ) from e
+        raise
 
 
 def _power(call: Any, args: Any, kwargs: Any) -> Any:

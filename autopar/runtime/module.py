@@ -38,6 +38,7 @@ from autopar.runtime.check import FirstStep, asked
 from autopar.runtime.copies import copied
 from autopar.runtime.eager_calls import is_method_of, run_whole
 from autopar.runtime.gradients import GradSync
+from autopar.runtime.hooks import refuse_unfit_hooks
 from autopar.runtime.optimizers import watch
 from autopar.runtime.outputs import LossOutput, NotComputedError, OutputGiver
 from autopar.runtime.python_state import Content, PythonState, constants_hold, said
@@ -387,7 +388,9 @@ class ParallelModule(nn.Module):
         except AttributeError:
             wrapped = self.__dict__["_wrapped"]
             found = getattr(wrapped, name)
-            return run_whole(wrapped, found) if is_method_of(wrapped, found) else found
+            if not is_method_of(wrapped, found):
+                return found
+            return run_whole(wrapped, found, self._builder.groups, self._reader.mode == "local")
 
     def _get_name(self) -> str:
         """The model's class: libraries decide by it how a loss is made."""
@@ -404,7 +407,7 @@ class ParallelModule(nn.Module):
         return other
 
     def _check_hooks(self, version: int) -> None:
-        own = self._backward_hooks or self._backward_pre_hooks
+        own = self._backward_hooks or self._backward_pre_hooks or self._forward_hooks or self._forward_pre_hooks
         if version == self._checked and not own:
             return
         for name, m in [("", self), *self.__dict__["_wrapped"].named_modules()]:
@@ -415,6 +418,8 @@ class ParallelModule(nn.Module):
                     where=f"module {name or type(self.__dict__['_wrapped']).__name__!r}",
                     fix="use a hook on the parameters (register_post_accumulate_grad_hook), or on a tensor in forward, or remove it before training",
                 )
+            refuse_unfit_hooks(m, name or type(self.__dict__["_wrapped"]).__name__)
+        refuse_unfit_hooks(self, type(self.__dict__["_wrapped"]).__name__)
         self._checked = version
 
 
