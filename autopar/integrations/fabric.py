@@ -113,7 +113,7 @@ def _parts(state: Mapping[str, Any]) -> tuple[ParallelModule, Optimizer | None, 
             f"a checkpoint of Fabric's has one compiled model and at most one optimizer; here are {len(models)} and {len(optimizers)}",
             fix="save each model with autopar.checkpoint.save in a folder of its own",
         )
-    return models[0], (optimizers or [None])[0], dict(_rest(state))
+    return models[0], optimizers[0] if optimizers else None, dict(_rest(state))
 
 
 def _rest(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -39,7 +39,8 @@ def from_pretrained(
             fix="pass a folder on disks that all ranks see; snapshot_download(...) makes one of a name",
         )
     config = AutoConfig.from_pretrained(folder)
-    build: Any = getattr(cls, "from_config", None) or cls._from_config  # noqa: B009: of an Auto class, or a model's own
+    model_of: Any = cls
+    build = model_of.from_config if hasattr(cls, "from_config") else model_of._from_config  # of an Auto class, or a model's own
     with torch.device("meta"):
         model = build(config, dtype=dtype or getattr(config, "dtype", None) or torch.get_default_dtype())
     given: dict[str, Any] = dict(options)

@@ -183,7 +183,7 @@ def _load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
     checkpoint.load(folder, model, optimizer)
 
 
-def _load_weights(model: ParallelModule, folder: str | os.PathLike[str]) -> None:
+def _load_weights(model: Any, folder: str | os.PathLike[str]) -> None:
     model.load_pretrained(folder)
     if dist.is_initialized():
         dist.barrier()  # a rank that goes on might remove the folder

@@ -70,7 +70,8 @@ class Shampoo(torch.optim.Optimizer):
     @staticmethod
     def root(t: Tensor) -> Tensor:
         values, vectors = torch.linalg.eigh(t)
-        return (vectors * values.clamp(min=1e-6).pow(-0.25)) @ vectors.T
+        found: Tensor = (vectors * values.clamp(min=1e-6).pow(-0.25)) @ vectors.T
+        return found
 
 
 class OnShards(torch.optim.Optimizer):
