@@ -90,7 +90,7 @@ def main() -> None:
         world = dist.get_world_size()
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
         kind = autopar.trainer(Trainer, mesh, layout=args.layout, backend=args.backend)
-        callbacks.append(autopar.monitor_callback(every=4))
+        callbacks.append(autopar.monitor_callback(every=2))
 
     settings = TrainingArguments(
         output_dir=args.folder,

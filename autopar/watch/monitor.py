@@ -98,7 +98,7 @@ class Monitor:
 
     def start(self) -> None:
         """What was done since the last step (evaluation, a checkpoint) is no part of the next."""
-        self.last, self.calls = time.perf_counter(), 0
+        self.last, self.calls, self.captured = time.perf_counter(), 0, len(self.model.compiled_steps)
 
     def step(self) -> Report | None:
         """Call it after every step. After every `every`-th, a report of them; the writer has it, too, on the first rank."""

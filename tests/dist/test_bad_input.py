@@ -48,7 +48,7 @@ def _two_meshes() -> None:
 
 def _batches_and_hooks() -> None:
     rank = dist.get_rank()
-    for layout in ("ddp", "fsdp", "tp", None):  # fewer samples than ranks: some, or all, compute what others do
+    for layout in ("fsdp", None):  # fewer samples than ranks: some, or all, compute what others do
         model = autopar.compile(seeded(Classes), (2,), layout=layout, options={"seconds": 3}, **KW)
         plain = seeded(Classes)
         for m in (model, plain):

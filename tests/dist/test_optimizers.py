@@ -15,6 +15,7 @@ from autopar.errors import OptimizerError
 from tests.dist.habits.common import Classes, features, labels, seeded
 from tests.dist.habits.outside import Adam8bit, Shampoo
 from tests.dist.launch import run
+from tests.wide import cases
 
 
 class ByKernel(torch.optim.Optimizer):
@@ -96,6 +97,6 @@ def test_what_failed_on_which_parameter() -> None:
     run(_refusals, 2, timeout=200)
 
 
-@pytest.mark.parametrize("kind", ["eight bits", "matrices"])
+@pytest.mark.parametrize("kind", cases(["eight bits", "matrices"], ["matrices"]))
 def test_state_of_other_shapes_in_checkpoints(kind: str, tmp_path: Path) -> None:
     run(_resumed, 2, str(tmp_path), kind, timeout=200)
