@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autopar import _torch
 from autopar.capture.capture import Call, Shapes
@@ -54,6 +54,10 @@ class InputReader:
     def local(self, t: torch.Tensor, p: Placement, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """This rank's part of input `t`, which the plan places at `p`, in the format of the whole."""
         order = order_of(t)
+        if isinstance(t, DTensor) and t.device_mesh != self.groups.device_mesh:
+            t = _torch.dtensor(
+                t.full_tensor(), self.groups.device_mesh, dtensor_placements(Placement.of(p.shape), self.groups.mesh), p.shape
+            )
         if isinstance(t, DTensor):
             whole = t.detach()
             assert isinstance(whole, DTensor)
@@ -77,6 +81,8 @@ class InputReader:
     def returned(self, t: torch.Tensor, local: torch.Tensor, p: Placement) -> torch.Tensor:
         """What is `local` in the plan's placement `p`, such as a gradient, in the form that input `t` came in."""
         if isinstance(t, DTensor):
+            if t.device_mesh != self.groups.device_mesh:
+                return distribute_tensor(self._dtensor(local, p).full_tensor().to(t.dtype), t.device_mesh, t.placements, src_data_rank=None)
             return self._dtensor(local, p).redistribute(t.device_mesh, t.placements).to(t.dtype)
         if self.mode == "global":
             local = self._dtensor(local, p).full_tensor()
@@ -103,7 +109,16 @@ class InputReader:
         dist.all_gather_object(everyone, mine, group=self.groups.everyone)
         for rank, theirs in enumerate(everyone):
             if theirs != everyone[0]:
-                name = next((a[0] for a, b in zip(theirs, everyone[0], strict=False) if a != b), "their number")
+                differ = next(
+                    ((a, b) for a, b in zip(theirs, everyone[0], strict=False) if a != b), (("their number", (), ""), ("", (), ""))
+                )
+                name, mine_, first = differ[0][0], differ[0][1], differ[1][1]
+                if self.mode == "local" and mine_ != first:
+                    raise InputError(
+                        f"ranks 0 and {rank} were given local batches of other sizes: {list(first)} and {list(mine_)}",
+                        where=f"input {name}",
+                        fix="every rank passes as many samples, at least one: drop_last=True, or a sampler that fills up; pad what is shorter",
+                    )
                 raise InputError(
                     f"ranks 0 and {rank} were given different batches",
                     where=f"input {name}",

@@ -8,10 +8,13 @@ optimizer built earlier keeps working.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, overload
 
 import torch
@@ -19,8 +22,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import _torch
+from autopar._torch import stepping
 from autopar.capture.capture import LOSS, Call, NotGeneralError, Role, Shapes, off_cache, tensor_named
 from autopar.capture.effects import refuse_global_hooks, set_flags
+from autopar.checkpoint.adapters import has_adapters, load_adapters, save_adapters
+from autopar.checkpoint.ranks import together
+from autopar.checkpoint.safetensors import load_safetensors, save_safetensors
 from autopar.distributed.failures import during
 from autopar.distributed.shards import cut
 from autopar.errors import AutoparError
@@ -32,6 +39,7 @@ from autopar.runtime.check import FirstStep, asked
 from autopar.runtime.copies import copied
 from autopar.runtime.eager_calls import is_method_of, run_whole
 from autopar.runtime.gradients import GradSync
+from autopar.runtime.hooks import refuse_unfit_hooks
 from autopar.runtime.optimizers import watch
 from autopar.runtime.outputs import LossOutput, NotComputedError, OutputGiver
 from autopar.runtime.programs import FIXED, Counts, Program, Programs
@@ -57,8 +65,7 @@ class LoadedKeys(Protocol):
 class ParallelModule(nn.Module):
     """A model that trains on a mesh as it would on one device. Made by `autopar.compile`."""
 
-    # Hugging Face's Trainer and accelerate: this is a distributed model already, and it does not take their loss arguments.
-    _is_accelerate_prepared = True
+    # Hugging Face's Trainer: a loss is the mean over all rows already (`autopar.integrations.trainer` has its loss arguments).
     accepts_loss_kwargs = False
 
     def __init__(self, model: nn.Module, device_mesh: DeviceMesh, config: Config) -> None:
@@ -88,6 +95,8 @@ class ParallelModule(nn.Module):
         self._seed: int | None = None
         self._calls = 0
         watch(self, config.optimizer)
+        if config.loss_fn is None:
+            self.__dict__["forward"] = _signed(self.forward, model.forward)
         self.__dict__["_made"] = True  # from here on, attributes are the model's
 
     # ---- the call --------------------------------------------------------------------------------------------
@@ -120,6 +129,7 @@ class ParallelModule(nn.Module):
             return run, run.forward()
 
     def _step_for(self, call: Call, grad: bool) -> Step:
+        stepping.leave()
         version = self._state.now()
         self._check_hooks(version)
         refuse_global_hooks()
@@ -330,6 +340,27 @@ class ParallelModule(nn.Module):
         """How often this model's calls were captured and compiled, and how many programs are kept."""
         return self._programs.counts()
 
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """accelerate asks: this is a distributed model already, which it leaves as it is, and so without the autocast that it would put around forward."""
+        state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+        wanted = getattr(state, "_shared_state", {}).get("_mixed_precision", "no")
+        if wanted != "no" and not self.__dict__.get("_autocast_is_met"):
+            raise AutoparError(
+                f"accelerate's mixed_precision={wanted!r} would be dropped: a compiled model is left as it is",
+                fix='leave it out and pass precision="bf16" to autopar.compile, or call the model under torch.autocast; autopar.trainer does that for a Trainer',
+            )
+        return True
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, prepared: bool) -> None:
+        """It is, whatever they find."""
+
+    @property
+    def compiled_steps(self) -> tuple[Step, ...]:
+        """One for each kind of call so far."""
+        return tuple(self._programs.steps())
+
     def train(self, mode: bool = True) -> ParallelModule:
         super().train(mode)
         self.__dict__["_wrapped"].training = mode
@@ -345,13 +376,29 @@ class ParallelModule(nn.Module):
         return self.__dict__["_wrapped"].state_dict(*args, **kwargs)
 
     def save_pretrained(self, folder: str | os.PathLike[str], max_shard_size: int = 5 * 1000**3) -> None:
-        """Config and weights in Hugging Face layout. Collective: every rank calls it, rank 0 writes."""
-        from autopar.checkpoint.safetensors import save_safetensors
-
+        """Config and weights in Hugging Face layout; of a peft model its adapters, in peft's. Collective: every rank calls it, rank 0 writes, and holds one file's
+        worth. max_shard_size: bytes of a file. Raises CheckpointError on all ranks."""
+        model = self.__dict__["_wrapped"]
+        if has_adapters(model):
+            save_adapters(model, folder)
+            return
         save_safetensors(self, folder, max_shard_size)
-        config = getattr(self.__dict__["_wrapped"], "config", None)
-        if config is not None and self._builder.groups.rank == 0:
-            config.save_pretrained(folder)
+
+        def configs() -> None:
+            for part in ("config", "generation_config"):
+                if self._builder.groups.rank == 0 and hasattr(getattr(model, part, None), "save_pretrained"):
+                    getattr(model, part).save_pretrained(folder)
+
+        together(configs, Path(folder))  # nobody goes on before they are there
+
+    def load_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Fills the model in place from what `save_pretrained` wrote, or transformers or peft: every rank reads the slices of its shards, and adapters whole. Raises
+        CheckpointError, before any tensor is touched, where names or shapes do not match."""
+        model = self.__dict__["_wrapped"]
+        if has_adapters(model):
+            load_adapters(model, folder)
+        else:
+            load_safetensors(self, folder)
 
     def load_state_dict(self, state_dict: Mapping[str, object], *args: object, **kwargs: object) -> LoadedKeys:
         loaded: LoadedKeys = self.__dict__["_wrapped"].load_state_dict(state_dict, *args, **kwargs)
@@ -359,6 +406,12 @@ class ParallelModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """What is not this module's own is the model's: its forward reads it there."""
+        if name == "forward" and "_made" in self.__dict__:
+            raise AutoparError(
+                f"forward is replaced after autopar.compile, by {getattr(value, '__qualname__', type(value).__qualname__)}: the compiled step would not run it",
+                where=type(self.__dict__["_wrapped"]).__name__,
+                fix="replace it first and compile then; for a Trainer that does it, such as TRL's, pass the model uncompiled to autopar.trainer(SFTTrainer, mesh)(...)",
+            )
         own = "_made" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name)
         if own or isinstance(value, (nn.Module, nn.Parameter)):
             super().__setattr__(name, value)
@@ -377,7 +430,13 @@ class ParallelModule(nn.Module):
         except AttributeError:
             wrapped = self.__dict__["_wrapped"]
             found = getattr(wrapped, name)
-            return run_whole(wrapped, found) if is_method_of(wrapped, found) else found
+            if not is_method_of(wrapped, found):
+                return found
+            return run_whole(wrapped, found, self._builder.groups, self._reader.mode == "local")
+
+    def _get_name(self) -> str:
+        """The model's class: libraries decide by it how a loss is made."""
+        return str(type(self.__dict__["_wrapped"]).__name__)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """A module of its own on the same mesh, by the same plan, with parameters and buffers of its own."""
@@ -390,7 +449,7 @@ class ParallelModule(nn.Module):
         return other
 
     def _check_hooks(self, version: int) -> None:
-        own = self._backward_hooks or self._backward_pre_hooks
+        own = self._backward_hooks or self._backward_pre_hooks or self._forward_hooks or self._forward_pre_hooks
         if version == self._checked and not own:
             return
         for name, m in [("", self), *self.__dict__["_wrapped"].named_modules()]:
@@ -401,7 +460,21 @@ class ParallelModule(nn.Module):
                     where=f"module {name or type(self.__dict__['_wrapped']).__name__!r}",
                     fix="use a hook on the parameters (register_post_accumulate_grad_hook), or on a tensor in forward, or remove it before training",
                 )
+            refuse_unfit_hooks(m, name or type(self.__dict__["_wrapped"]).__name__)
+        refuse_unfit_hooks(self, type(self.__dict__["_wrapped"]).__name__)
         self._checked = version
+
+
+def _signed(forward: Callable[..., object], like: Callable[..., object]) -> Callable[..., object]:
+    """`forward` with the signature of `like`, by which libraries choose what they pass."""
+
+    def signed(*args: object, **kwargs: object) -> object:
+        return forward(*args, **kwargs)
+
+    signed.__name__, signed.__doc__ = "forward", like.__doc__
+    with contextlib.suppress(TypeError, ValueError):
+        vars(signed)["__signature__"] = inspect.signature(like)
+    return signed
 
 
 def _hashable(constants: tuple[Any, ...]) -> tuple[Any, ...]:
