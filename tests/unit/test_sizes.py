@@ -18,6 +18,8 @@ from autopar.runtime import programs
 from tests.models import ZOO
 from tests.wide import cases
 
+pytestmark = pytest.mark.usefixtures("one_process")
+
 
 class Means(nn.Module):
     """Sizes as numbers: divisors, a last element, a batch norm's count."""
