@@ -42,7 +42,7 @@ def train(name: str, sizes: tuple[int, ...], layout: str | None, backend: str, s
         for o in (ours, theirs):
             o.step()
             o.zero_grad()
-    return {"losses": losses, "wants": wants, "worst": worst, "steps": len(model._steps), "plan": str(model.plan)}
+    return {"losses": losses, "wants": wants, "worst": worst, "steps": model.programs.captured, "plan": str(model.plan)}
 
 
 CASES = [(n, s, y, b) for n in FAMILIES for s, y, b in [((4,), None, "aot_eager"), ((2, 2), "fsdp+tp", "aot_eager"), ((2,), "fsdp", "inductor")]]
