@@ -23,6 +23,7 @@ from autopar import _torch
 from autopar.capture.as_strided import plain_windows
 from autopar.capture.common_subexpressions import merge_equal
 from autopar.capture.effects import SetAnewError, WrittenBuffers, judge, made_by_torch, refuse_global_hooks, said, set_flags
+from autopar.capture.experts import install_experts
 from autopar.capture.hidden_states import install_recorders
 from autopar.capture.masks import plain_masks
 from autopar.capture.ops import captured_ops
@@ -177,6 +178,7 @@ def skeleton(model: nn.Module, mode: Any, cast: torch.dtype | None = None) -> tu
     except Exception as e:
         raise _uncopied(model, memo, e) from e
     install_recorders(copied)
+    install_experts(copied)
     for name, m, t in loose:
         path, _, attr = name.rpartition(".")
         if attr in made_by_torch(m):

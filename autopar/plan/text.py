@@ -43,6 +43,7 @@ LETTERS = {
     "aten.mm": {"m": "tokens", "k": "in", "n": "out"},
     "aten.bmm": {"b": "batch", "m": "rows", "k": "in", "n": "columns"},
     "aten.embedding": {"d0": "batch", "d1": "sequence", "v": "vocabulary", "d": "features"},
+    "autopar.experts_v1": {"t": "tokens", "f": "features", **{f"x{i}": "experts" for i in range(16)}},
     "autopar.attention_v1": {"b": "batch", "g": "heads", "r": "query heads", "q": "queries"},
 }
 SAID = {
