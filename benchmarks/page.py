@@ -368,8 +368,31 @@ torch.compile's; the machine was busy, so only the ratio says something.
 {origin(results, "lengths")}"""
 
 
+def experts(results: dict[str, Result]) -> str:
+    r = results["experts"]
+    rows = [
+        [
+            f"{x['model']}, {x['cluster']}",
+            str(x["sequences"]),
+            f"{x['plan']['step_time_s']:.3f} s",
+            f"{x['fsdp']['step_time_s']:.3f} s",
+            f"{x['fsdp']['step_time_s'] / x['plan']['step_time_s']:.2f}",
+            "sent to ranks" if "experts" in x["plan"]["experts"] else "weights gathered",
+        ]
+        for x in r["rows"]
+    ]
+    return f"""## Mixtures of experts
+
+Predicted steps of sequences of {r["tokens"]:,} tokens, planned freely and kept to FSDP, by the same prices. With few tokens on a device, rows of tokens are sent to the
+nodes that have their experts, and weights are gathered inside of nodes alone; with many, gathering all weights is cheaper. Experts are taken to be equally busy.
+
+{table(["case", "sequences a device", "plan", "FSDP", "ratio", "experts"], rows)}
+
+{origin(results, "experts")}"""
+
+
 SECTIONS: tuple[Callable[[dict[str, Result]], str], ...] = (
-    one_curve, published, steps, equal_memory, equal_memory_measured, offloaded, planning, restructured, layouts, building, lengths, image_steps,
+    one_curve, published, steps, equal_memory, equal_memory_measured, offloaded, planning, restructured, layouts, building, lengths, experts, image_steps,
 )  # fmt: skip
 
 
