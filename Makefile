@@ -66,7 +66,7 @@ $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "setuptools>=77"
 	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet -e ".[hf,dev]"
+	$(BIN)/python -m pip install --quiet -e ".[hf,loops,dev]"
 	@touch $@
 
 clean:

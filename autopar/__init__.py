@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from autopar.capture.tags import must_recompute, must_save
     from autopar.errors import AutoparError
     from autopar.hardware.cluster import Cluster
+    from autopar.integrations.callback import monitor_callback
+    from autopar.integrations.fabric import strategy
+    from autopar.integrations.pretrained import from_pretrained
+    from autopar.integrations.trainer import trainer
     from autopar.plan.plan import Plan
     from autopar.planner.layout import Layout
     from autopar.planner.offline import explain, plan
@@ -26,16 +30,18 @@ if TYPE_CHECKING:
     from autopar.predict import Prediction, predict
     from autopar.runtime.module import ParallelModule
     from autopar.search import search
+    from autopar.watch.monitor import monitor
 
 __all__ = [
-    "AutoparError", "Cluster", "Layout", "Offload", "ParallelModule", "Plan", "Precision", "Prediction", "checkpoint", "compile", "explain", "must_recompute",
-    "must_save", "plan", "predict", "search",
+    "AutoparError", "Cluster", "Layout", "Offload", "ParallelModule", "Plan", "Precision", "Prediction", "checkpoint", "compile", "explain", "from_pretrained", "monitor", "monitor_callback", "must_recompute",
+    "must_save", "plan", "predict", "search", "strategy", "trainer",
 ]  # fmt: skip
 
 _WHERE = {
     "AutoparError": "errors", "Cluster": "hardware.cluster", "Layout": "planner.layout", "Offload": "planner.offload", "ParallelModule": "runtime.module",
     "Plan": "plan.plan", "Precision": "planner.precision", "Prediction": "predict", "compile": "api", "explain": "planner.offline",
     "must_recompute": "capture.tags", "must_save": "capture.tags", "plan": "planner.offline", "predict": "predict", "search": "search",
+    "from_pretrained": "integrations.pretrained", "monitor": "watch.monitor", "monitor_callback": "integrations.callback", "strategy": "integrations.fabric", "trainer": "integrations.trainer",
 }  # fmt: skip
 
 

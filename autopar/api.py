@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from autopar.planner.layout import Layout
 from autopar.planner.offload import Offload
 from autopar.planner.precision import Precision
 from autopar.planner.request import PlanRequest
+from autopar.runtime.buckets import checked
 from autopar.runtime.build import Config
 from autopar.runtime.module import ParallelModule
 
@@ -39,6 +40,8 @@ def compile(
     grad_accumulation: int = 1,
     backend: str = "inductor",
     options: Mapping[str, float] | None = None,
+    dynamic: bool | None = None,
+    buckets: Sequence[int] | None = None,
 ) -> ParallelModule:
     """Makes `model` train on `mesh` as it would on one device.
 
@@ -59,6 +62,10 @@ def compile(
     optimizer: name or class the memory is planned for; checked at its first step.
     grad_accumulation: gradients are reduced at every m-th backward.
     backend: "inductor", or "aot_eager" for debugging.
+    dynamic: whether sizes of inputs vary from call to call, so that one program is compiled for all of them: None: those that were seen to, or are marked by
+        torch._dynamo.mark_dynamic (whose `max` is the size that is planned for); True: all, from the first call on; False: none, each size has a program.
+    buckets: lengths that batches are padded to, behind their last token, such as (512, 1024): for models that have a program for every length. Loss and
+        gradients stay what they are; where it is not known how to pad an argument the call is refused.
     options: of the solver: "seconds" it may take (60), relative "gap" at which it stops (0.01).
 
     Collective: all ranks call it alike, and a rank with other arguments, another model or another program is refused on all. One rank plans.
@@ -72,10 +79,22 @@ def compile(
         raise AutoparError(f"unknown backend {backend!r}", fix='use "inductor" or "aot_eager"')
     if outputs not in ("loss", "all"):
         raise AutoparError(f"unknown outputs {outputs!r}", fix='use "loss" or "all"')
+    if dynamic not in (None, True, False):
+        raise AutoparError(
+            f"dynamic={dynamic!r} is neither None, True nor False", fix="leave it out: sizes that were seen to vary are dynamic then"
+        )
+    lengths = checked(buckets)
+    if lengths is not None and loss_fn is not None:
+        raise AutoparError(
+            "buckets= cannot pad the target of a loss_fn: it is not known what that ignores",
+            fix="let the model compute its loss, or pad batches yourself",
+        )
     if layout is not None and plan is not None:
         raise AutoparError("layout= and plan= both say how to split the model", fix="pass one of them, or neither to have it planned")
     request = PlanRequest.of(plan, memory, cluster, options, offload)
-    config = Config(loss_fn, inputs, layout, Precision.of(precision), optimizer, grad_accumulation, backend, outputs, request)
+    config = Config(
+        loss_fn, inputs, layout, Precision.of(precision), optimizer, grad_accumulation, backend, outputs, request, dynamic, lengths
+    )
     if mesh is None and request.plan is not None:
         mesh = request.plan.mesh_axes
     module = ParallelModule(model, _device_mesh(mesh), config)

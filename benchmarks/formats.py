@@ -85,7 +85,7 @@ def main() -> None:
     for i in range(a.rounds):
         for name in list(steps)[:: 1 if i % 2 else -1]:
             seconds[name].append(steps[name]())
-    (step,) = ours._steps.values()
+    (step,) = ours._programs.steps()
     clones = [sum("clone" in str(n.target) for n in gm.graph.nodes) for gm in (step.captured.gm, step.base.forward, step.base.backward)]
     result: dict[str, Any] = {
         "setting": {k: v for k, v in vars(a).items() if k != "out"},

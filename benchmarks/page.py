@@ -316,6 +316,17 @@ Then `autopar search` against layouts as the usual guides write them, with every
 
 def building(results: dict[str, Result]) -> str:
     init = results["init_memory"]
+    loads = [
+        [
+            x["way"],
+            size(x["load_peak_growth_bytes"]),
+            f"{x['load_of_shards']:.2f}",
+            size(x["save_peak_growth_bytes"]),
+            f"{x['save_of_whole']:.2f}",
+        ]
+        for x in results["load_memory"]["rows"]
+    ]
+    whole = results["load_memory"]["rows"][0]
     rows = [
         [str(x["layers"]), f"{x['before_lowering_s']:.1f} s", f"{x['lowering_s']:.1f} s", str(x["backward"]["distinct_layers"])]
         for x in results["compile_time_llama"]["runs"]
@@ -329,11 +340,36 @@ Compiling a narrow Llama with Inductor, on one process: equal layers are compile
 Initialising {init["parameters"] / 1e9:.2f} billion parameters that start on the meta device, on {init["ranks"]} processes: each grows by {size(init["peak_growth_bytes"])} at its peak,
 {init["ratio"]:.3f} times its shard of {size(init["shard_bytes"])}. The whole model is never on one process.
 
-{origin(results, "compile_time_llama", "init_memory")}"""
+Loading a pretrained Llama in the shape of the one of eight billion parameters, scaled to {size(whole["whole_bytes"])} in {whole["ranks"]} shards of
+{size(whole["shard_bytes"])}: `autopar.from_pretrained` (parts), and transformers' `from_pretrained` with `autopar.compile` (whole), which reads through a mapping. Writing
+it holds a file's worth on the first process, and a tensor's on the others.
+
+{table(["way", "loading grows by", "of a shard", "writing grows by", "of the whole"], loads)}
+
+{origin(results, "compile_time_llama", "init_memory", "load_memory")}"""
+
+
+def lengths(results: dict[str, Result]) -> str:
+    r = results["lengths"]
+    names = {"torch.compile": "torch.compile, one process", "autopar": "autopar, two processes"}
+    rows = [
+        [said, str(len(x["calls_that_compiled"])), f"{x['compilation_s']:.0f} s", f"{x['largest_relative_loss_difference']:.1e}"]
+        for name, said in names.items()
+        for x in [r["runs"][name]]
+    ]
+    return f"""## Batches of all lengths
+
+A Llama trained on 200 batches of lengths from 64 to 512: how often something was compiled, with empty caches, and how far a loss was from plain PyTorch's at most.
+Rounding alone, by batches with their rows in reverse order: {r["runs"]["reversed"]["largest_relative_loss_difference"]:.1e}. Compilation takes {r["compilation_ratio"]:.2f} of
+torch.compile's; the machine was busy, so only the ratio says something.
+
+{table(["", "calls that compiled", "compilation", "losses off by"], rows)}
+
+{origin(results, "lengths")}"""
 
 
 SECTIONS: tuple[Callable[[dict[str, Result]], str], ...] = (
-    one_curve, published, steps, equal_memory, equal_memory_measured, offloaded, planning, restructured, layouts, building, image_steps,
+    one_curve, published, steps, equal_memory, equal_memory_measured, offloaded, planning, restructured, layouts, building, lengths, image_steps,
 )  # fmt: skip
 
 

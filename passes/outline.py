@@ -302,7 +302,7 @@ def _body(key: str, traced: fx.GraphModule, wanted: tuple[int, ...]) -> _Body:
     def visit(n: fx.Node) -> None:
         if n in env:
             return
-        if isinstance(n.meta["val"], torch.Tensor) and owner[_torch.storage_of(n.meta["val"])] is n:
+        if n in places or (isinstance(n.meta["val"], torch.Tensor) and owner[_torch.storage_of(n.meta["val"])] is n):
             env[n] = views.placeholder(f"root_{len(roots)}")
             roots.append(("input", places[n]) if n in places else ("output", len(kept)))
             if n not in places:

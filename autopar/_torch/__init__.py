@@ -1,7 +1,7 @@
 """Private torch APIs: the only room that imports them. It absorbs the differences between versions (torch >= 2.11).
 
 In: what the rest asks for by these names. Out: what torch does. **A private API goes into the file of its subject**: fake tensors (fakes.py), calls of fx graphs (nodes.py),
-dynamo (language.py, effects.py, regions.py), the joint graph of AOTAutograd (export.py), Inductor (inductor.py), process groups and DTensors (distributed.py), what DTensors cannot do (dtensors.py), effects in graphs (tokens.py).
+dynamo (language.py, effects.py, regions.py), the joint graph of AOTAutograd (export.py), Inductor (inductor.py), process groups and DTensors (distributed.py), what DTensors cannot do (dtensors.py), effects in graphs (tokens.py), sizes that vary (symbols.py).
 """
 
 from autopar._torch.distributed import (
@@ -10,6 +10,7 @@ from autopar._torch.distributed import (
     default_store,
     default_timeout,
     dtensor,
+    exchanged,
     is_open,
     local_tensor,
     new_group,
@@ -20,7 +21,16 @@ from autopar._torch.distributed import (
 from autopar._torch.dtensors import dtensors_beside_tensors
 from autopar._torch.effects import Effect, Notes, global_module_hooks
 from autopar._torch.export import describe_io, explain_capture_failure, export_joint, pytree, saved_by_min_cut
-from autopar._torch.fakes import check_recorded_values, fake_mode_of, fresh_fake, is_fake, new_fake_mode, storage_of, with_strides
+from autopar._torch.fakes import (
+    check_recorded_values,
+    failures_untold,
+    fake_mode_of,
+    fresh_fake,
+    is_fake,
+    new_fake_mode,
+    storage_of,
+    with_strides,
+)
 from autopar._torch.inductor import (
     boxed,
     compile_inner,
@@ -31,6 +41,7 @@ from autopar._torch.inductor import (
     invoke_subgraph,
     keep_strides,
 )
+from autopar._torch.marks import Marks, marks_of
 from autopar._torch.nodes import (
     compiled_when_called,
     draws_random,
@@ -45,14 +56,18 @@ from autopar._torch.nodes import (
     without_dead_code,
 )
 from autopar._torch.parameters import hooks_of, move_parameter, set_hooks
-from autopar._torch.patched import replaced_composites
+from autopar._torch.patched import other_code, replaced_composites
 from autopar._torch.pickles import restricted_reader
 from autopar._torch.record import recorded
 from autopar._torch.regions import TorchDispatchMode, leave_region, region_of
+from autopar._torch.symbols import SymbolicValues, Symbols, concrete, expressions, fill_sizes, number, symbolic
 
 __all__ = [
     "Effect",
+    "Marks",
     "Notes",
+    "SymbolicValues",
+    "Symbols",
     "TorchDispatchMode",
     "alias_process_group",
     "boxed",
@@ -60,6 +75,7 @@ __all__ = [
     "collectives",
     "compile_inner",
     "compiled_when_called",
+    "concrete",
     "decompose_late",
     "decomposed_late",
     "default_store",
@@ -69,9 +85,13 @@ __all__ = [
     "drop_dead_code",
     "dtensor",
     "dtensors_beside_tensors",
+    "exchanged",
     "explain_capture_failure",
     "export_joint",
+    "expressions",
+    "failures_untold",
     "fake_mode_of",
+    "fill_sizes",
     "fresh_fake",
     "get_attribute",
     "getitem",
@@ -89,10 +109,13 @@ __all__ = [
     "leave_region",
     "line_of",
     "local_tensor",
+    "marks_of",
     "move_parameter",
     "new_fake_mode",
     "new_group",
+    "number",
     "orderly",
+    "other_code",
     "process_group",
     "pytree",
     "recorded",
@@ -103,6 +126,7 @@ __all__ = [
     "saved_by_min_cut",
     "set_hooks",
     "storage_of",
+    "symbolic",
     "unalias_process_groups",
     "with_strides",
     "without_dead_code",

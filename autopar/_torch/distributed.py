@@ -79,6 +79,15 @@ def process_group(name: str) -> Any:
     return _registry()._resolve_process_group(name)
 
 
+def exchanged(rows: torch.Tensor, send: list[int], receive: list[int], group: str) -> torch.Tensor:
+    """rows [sum(send), ...], for the ranks of `group` one after another -> [sum(receive), ...], from them."""
+    import torch.distributed as dist
+
+    out = rows.new_empty((sum(receive), *rows.shape[1:]))
+    dist.all_to_all_single(out, rows, receive, send, group=process_group(group))
+    return out
+
+
 _orderly: dict[str, tuple[Any, Any]] = {}  # by name: the default group it was made under, and the group
 
 

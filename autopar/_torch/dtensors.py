@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.utils._pytree
 
 from autopar._torch.parameters import move_parameter
+from autopar._torch.stepping import current, trying
+from autopar.errors import AutoparError
 
 _aten = torch.ops.aten
 
@@ -29,12 +32,22 @@ def dtensors_beside_tensors() -> None:
         _aten._is_all_true.default: _whole,
         _aten.index_put_.default: _put,
         _aten.pow_.Scalar: _power,
+        _aten.copy_.default: _copy,
     }
     for call, handler in handlers.items():
         dispatcher._custom_op_handlers.setdefault(call, handler)
     dispatcher._custom_op_handlers.update(dict.fromkeys((*_WRONG, *_REFUSED), _on_whole))
     if "data" not in vars(DTensor):
-        ours = {"data": property(_data, _set_data), "numpy": _numpy, "tolist": _tolist}
+        propagate = dispatcher._propagate_op_sharding_dispatch_slow_path
+        dispatcher._propagate_op_sharding_dispatch_slow_path = functools.partial(_of_one_mesh, propagate)
+        ours = {
+            "data": property(_data, _set_data),
+            "numpy": _numpy,
+            "tolist": _tolist,
+            "storage": _storage,
+            "data_ptr": _data_ptr,
+            "reshape": _reshape,
+        }
         for name, attribute in ours.items():
             setattr(DTensor, name, attribute)
 
@@ -60,6 +73,8 @@ _REFUSED = (
     _aten.bincount.default,
     _aten.histc.default,
     _aten.allclose.default,
+    _aten.searchsorted.Tensor,
+    _aten.bucketize.Tensor,
 )
 
 
@@ -98,6 +113,39 @@ def _put(call: Any, args: Any, kwargs: Any) -> Any:
     return x
 
 
+def _copy(call: Any, args: Any, kwargs: Any) -> Any:
+    """From plain tensors, and from a DTensor of another mesh, too: a model's weights that lie otherwise."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    x, source = args[0], args[1]
+    if not isinstance(x, DTensor):
+        call(x, source.full_tensor(), *args[2:], **kwargs)
+        return x
+    if isinstance(source, DTensor) and source.device_mesh != x.device_mesh:
+        source = source.full_tensor()
+    if source.shape != x.shape:
+        source = source.expand(x.shape)
+    if not isinstance(source, DTensor):
+        source = distribute_tensor(source, x.device_mesh, x.placements, src_data_rank=None)
+    call(x._local_tensor, source.redistribute(x.device_mesh, x.placements)._local_tensor, *args[2:], **kwargs)
+    return x
+
+
+def _of_one_mesh(propagate: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
+    """What torch says of DTensors on two meshes does not say what to do."""
+    try:
+        return propagate(call, *args, **kwargs)
+    except RuntimeError as e:
+        if "different mesh" in str(e) or "same mesh" in str(e):
+            raise AutoparError(
+                f"{call} of parameters, gradients or state of models on two different meshes",
+                where=str(e).splitlines()[0][:300],
+                fix="compile both models on one mesh, or take the whole of one, t.full_tensor(), which counts as the same on all ranks; outputs of models on "
+                "different meshes are ordinary tensors and can be mixed",
+            ) from e
+        raise
+
+
 def _power(call: Any, args: Any, kwargs: Any) -> Any:
     """A sum or norm whose parts are on several ranks is added up first."""
     x = args[0]
@@ -132,6 +180,35 @@ def _numpy(t: Any, *, force: bool = False) -> Any:
 
 def _tolist(t: Any) -> Any:
     return t.full_tensor().tolist()
+
+
+def _storage(t: Any) -> Any:
+    """safetensors asks for it, where somebody saves a model as if it were whole: Hugging Face's Trainer, on one rank."""
+    raise AutoparError(
+        f"a tensor of shape {tuple(t.shape)} lies on {t.device_mesh.size()} processes, and has no memory that one of them could save or share",
+        fix="all ranks call model.save_pretrained(folder) or autopar.checkpoint.save; for Hugging Face's Trainer make it of autopar.trainer(Trainer, mesh), "
+        "which saves and resumes by itself",
+    )
+
+
+def _reshape(t: Any, *shape: Any) -> Any:
+    """Where the parts of a tensor are not parts of the new shape, that is made of the whole. A view may not: what is written into it would be lost."""
+    from torch.distributed.tensor import Replicate
+
+    try:
+        with trying():
+            return torch.Tensor.reshape(t, *shape)
+    except RuntimeError:
+        whole = t.redistribute(placements=[Replicate()] * t.device_mesh.ndim)
+        return torch.Tensor.reshape(whole, *shape)
+
+
+def _data_ptr(t: Any) -> int:
+    """Of what stands for the shard, which is nobody's memory; an optimizer that hands it to a kernel is refused at its first step."""
+    mode = current()
+    if mode is not None:
+        mode.memory_asked(t)
+    return int(torch.Tensor.data_ptr(t))
 
 
 def _data(t: Any) -> Any:

@@ -52,6 +52,7 @@ class Notes:
     sources: list[Any] = field(default_factory=list)
     sets: dict[tuple[str, ...], Any] = field(default_factory=dict)
     settled: bool = False
+    sizes: Any = None  # what was assumed of sizes (`autopar._torch.symbols.TracedSizes`)
 
     def source_of(self, placeholder: str) -> str:
         """How Python reaches the tensor that dynamo made an input of this name of, if that is known."""

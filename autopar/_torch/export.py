@@ -19,6 +19,7 @@ from autopar._torch.effects import Notes, draws_of_numpy, noting
 from autopar._torch.language import no_idle_work, whole_language
 from autopar._torch.nodes import line_of, value_of
 from autopar._torch.regions import open_regions
+from autopar._torch.symbols import TracedSizes
 from autopar._torch.tokens import EffectError, without_tokens
 
 pytree = torch.utils._pytree
@@ -42,6 +43,7 @@ def export_joint(
             gm = _dynamo_graph_capture_for_export(module)(*inputs)
         _refuse_unknown_sizes(gm)
         notes.foreign = draws_of_numpy(gm)
+        notes.sizes = TracedSizes(gm)
         judge(notes)
         _restore_state_dict(module, gm)
         _separate_outputs(gm)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,8 +21,22 @@ def new_fake_mode() -> Any:
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
-def fresh_fake(v: torch.Tensor, mode: Any) -> torch.Tensor:
-    """A new fake tensor like `v`."""
+@contextlib.contextmanager
+def failures_untold() -> Iterator[None]:
+    """While open, torch does not log operators that cannot be run on fake tensors: what is tried here may fail."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def fresh_fake(v: Any, mode: Any) -> Any:
+    """A new fake tensor like `v`; a size as it is."""
+    if not isinstance(v, torch.Tensor):
+        return v
     with mode:
         return torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
 

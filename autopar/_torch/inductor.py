@@ -40,13 +40,16 @@ def keep_strides(names: tuple[str, ...]) -> None:
 def decompose_late(gm: fx.GraphModule, values: list[Any], mode: Any) -> fx.GraphModule:
     """Retraces `gm` through Inductor's decompositions on the fake tensors `values`."""
     importlib.import_module("torch._inductor.lowering")  # decompositions look for it without importing it
+    from torch._dispatch.python import enable_python_dispatcher
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
     for n in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         n.target = torch.ops.aten.reshape.default  # decomposed, values may lie otherwise than recorded
     gm.recompile()
-    with mode, torch.no_grad():
+    # Some operators have kernels for symbolic sizes in Python alone.
+    with_sizes = mode.shape_env is not None and mode.shape_env.var_to_range
+    with mode, torch.no_grad(), enable_python_dispatcher() if with_sizes else contextlib.nullcontext():
         return make_fx(gm, decomposition_table=select_decomp_table(), tracing_mode="real", _allow_non_fake_inputs=True)(*values)
 
 
@@ -81,7 +84,7 @@ def scatters_before_readers() -> Iterator[None]:
         patched.recompute_size_and_body = theirs
 
 
-def compile_inner(gm: fx.GraphModule, mode: Any, is_backward: bool) -> tuple[Any, tuple[tuple[int, ...] | None, ...] | None]:
+def compile_inner(gm: fx.GraphModule, mode: Any, is_backward: bool) -> tuple[Any, tuple[tuple[Any, ...] | None, ...] | None]:
     """Inductor on a decomposed graph: the callable (a list of tensors in, boxed) and the strides of its outputs."""
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
@@ -89,6 +92,7 @@ def compile_inner(gm: fx.GraphModule, mode: Any, is_backward: bool) -> tuple[Any
     from torch._inductor.virtualized import V
 
     context = TracingContext(mode)
+    context.fakify_first_call = True  # strides of outputs are said with symbols, where sizes have some
     values = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     # Reordering for peak memory would undo the order in which collectives are issued and waited for. Reductions of different orders in one
     # kernel silently give wrong gradients of modulated layer norms that share a scale on GPUs (torch 2.10 to 2.13, pytorch/pytorch#193061).
@@ -100,7 +104,11 @@ def compile_inner(gm: fx.GraphModule, mode: Any, is_backward: bool) -> tuple[Any
         context.report_output_strides() as found,
     ):
         fn = compile_fx_inner(gm, values, is_backward=is_backward)
-    strides = None if found is None else tuple(None if s is None else tuple(int(x) for x in s) for s in found)
+    strides = (
+        None
+        if found is None
+        else tuple(None if s is None else tuple(x if isinstance(x, torch.SymInt) else int(x) for x in s) for s in found)
+    )
     return fn, strides
 
 

@@ -12,8 +12,8 @@ import contextlib
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,12 +23,17 @@ from autopar import _torch
 from autopar.capture.as_strided import plain_windows
 from autopar.capture.common_subexpressions import merge_equal
 from autopar.capture.effects import SetAnewError, WrittenBuffers, judge, made_by_torch, refuse_global_hooks, said, set_flags
+from autopar.capture.experts import install_experts
+from autopar.capture.family import Family
 from autopar.capture.hidden_states import install_recorders
 from autopar.capture.masks import plain_masks
 from autopar.capture.ops import captured_ops
 from autopar.capture.tags import lift_marks, settle_tags
 from autopar.errors import CaptureError
+from autopar.graph.varying import Varying, with_units
 from autopar.tensors.memory_format import order_of, strides_of
+
+Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # (global shape, dtype) of every tensor of a call
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,7 @@ class Captured:
     out_spec: pytree spec of what the user gets, over the `output` roles in order; loss_only: it was cut down to the scalar loss.
     constants: outputs that are no tensors, by position.
     notes: what Python state the program depends on.
+    family: where sizes vary, the program for all of them, of which this is the one at the sizes that stand for all.
     """
 
     gm: fx.GraphModule
@@ -56,9 +62,10 @@ class Captured:
     out_spec: Any
     loss_only: bool
     fake_mode: Any
-    input_shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    input_shapes: Shapes
     constants: Mapping[int, Any]
     notes: _torch.Notes
+    family: Family[Captured] | None = None
 
 
 @dataclass(frozen=True)
@@ -177,6 +184,7 @@ def skeleton(model: nn.Module, mode: Any, cast: torch.dtype | None = None) -> tu
     except Exception as e:
         raise _uncopied(model, memo, e) from e
     install_recorders(copied)
+    install_experts(copied)
     for name, m, t in loose:
         path, _, attr = name.rpartition(".")
         if attr in made_by_torch(m):
@@ -235,31 +243,36 @@ def off_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
 def capture(
     model: nn.Module,
     call: Call,
-    shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...],
+    shapes: Shapes,
     *,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     loss_only: bool = True,
     grad: bool = True,
     cast: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
+    varying: tuple[Varying, ...] = (),
 ) -> Captured:
     """Captures one call of `model` at the given global input shapes.
 
     shapes: (global shape, dtype) of every tensor of `call`; how it lies in memory is the tensor's own format. grad: with a backward. cast: compute dtype of float32 parameters.
-    autocast: dtype of the surrounding torch.autocast, if one is on.
-    Raises CaptureError with the user's source line where the model cannot be captured whole.
+    autocast: dtype of the surrounding torch.autocast, if one is on. varying: dims of the inputs whose sizes vary, in place of what `shapes` says of them.
+    Raises NotGeneralError where the program is another one at every size; CaptureError with the user's source line where the model cannot be captured whole.
     """
     mode = _torch.new_fake_mode()
     copied, canonical = skeleton(model, mode, cast)
     for p in copied.parameters() if not grad else ():
         p.requires_grad_(False)
     refuse_global_hooks()
+    constants = _constant_sizes(copied, shapes, varying)
+    varying = with_units(varying, constants)
+    symbols = _torch.Symbols(mode, [v.units for v in varying])
+    traced_at = varied(shapes, varying, symbols.sizes)
     with mode:
         inputs = tuple(
             torch.empty_strided(s, strides_of(s, order_of(t)), dtype=cast if cast is not None and d == torch.float32 else d).requires_grad_(
                 t.requires_grad and grad
             )
-            for (s, d), t in zip(shapes, call.tensors, strict=True)
+            for (s, d), t in zip(traced_at, call.tensors, strict=True)
         )
     scope = torch.autocast("cpu", dtype=autocast) if autocast is not None else torch.autocast("cpu", enabled=False)
     args, kwargs = call.arguments(call.tensors)
@@ -275,7 +288,7 @@ def capture(
         flat = _Flat(copied, call, loss_fn, loss_only, written)
         return _torch.export_joint(flat, inputs, judged)
 
-    with scope, torch.set_grad_enabled(grad), captured_ops(), plain_masks(model, args, kwargs), _explained(model):
+    with scope, torch.set_grad_enabled(grad), captured_ops(), plain_masks(model, args, kwargs), _explained(model, bool(varying)):
         try:
             gm, in_descs, out_descs, out_spec = traced()
         except SetAnewError as e:
@@ -296,17 +309,45 @@ def capture(
     _refuse_unknown(roles_in, model, notes)
     _refuse_writes(roles_out, call, model)
     notes.effects, notes.sources = [], []
-    spec = out_spec
-    is_loss = LOSS in _keys(spec)
-    _torch.drop_dead_code(gm)
+    is_loss = LOSS in _keys(out_spec)
+
+    def finished(gm: fx.GraphModule, mode: Any, units: tuple[int, ...]) -> Captured:
+        _torch.drop_dead_code(gm)
+        lift_marks(gm)
+        plain_windows(gm, mode)
+        merge_equal(gm)
+        settle_tags(gm)
+        results = _torch.results_of(gm.graph)
+        constants = {r.index: v for r, v in zip(roles_out, results, strict=True) if r.kind == "output" and not isinstance(v, fx.Node)}
+        return Captured(gm, roles_in, roles_out, out_spec, is_loss, mode, varied(shapes, varying, units), constants, notes)
+
     _warn_of_checkpointed(gm, roles_out)
-    lift_marks(gm)
-    plain_windows(gm, mode)
-    merge_equal(gm)
-    settle_tags(gm)
-    results = _torch.results_of(gm.graph)
-    constants = {r.index: v for r, v in zip(roles_out, results, strict=True) if r.kind == "output" and not isinstance(v, fx.Node)}
-    return Captured(gm, roles_in, roles_out, spec, is_loss, mode, shapes, constants, notes)
+    if not varying:
+        return finished(gm, mode, ())
+    if not symbols.are_free:
+        raise NotGeneralError("sizes that vary are compared with each other or with constants")
+    family = Family(gm, symbols, varying, constants, notes.sizes, finished)
+    return replace(family.at(family.units), family=family)
+
+
+class NotGeneralError(CaptureError):
+    """A program cannot be one for all sizes: it is captured for each."""
+
+
+def varied(shapes: Shapes, varying: tuple[Varying, ...], units: Sequence[Any]) -> Shapes:
+    """`shapes`, with so many units in the dims whose sizes vary."""
+    whole = [list(s) for s, _ in shapes]
+    for v, n in zip(varying, units, strict=True):
+        for i, d in v.dims:
+            whole[i][d] = v.step * n
+    return tuple((tuple(s), d) for s, (_, d) in zip(whole, shapes, strict=True))
+
+
+def _constant_sizes(model: nn.Module, shapes: Shapes, varying: tuple[Varying, ...]) -> frozenset[int]:
+    """Sizes of parameters, buffers and inputs that do not vary."""
+    there = {d for v in varying for d in v.dims}
+    sizes = {n for t in (*model.parameters(), *model.buffers()) for n in t.shape}
+    return frozenset(sizes | {n for i, (s, _) in enumerate(shapes) for d, n in enumerate(s) if (i, d) not in there})
 
 
 def _refuse_writes(outputs: tuple[Role, ...], call: Call, model: nn.Module) -> None:
@@ -372,14 +413,18 @@ def _role(d: Any, name: Callable[[str], str]) -> Role:
 
 
 @contextlib.contextmanager
-def _explained(model: nn.Module) -> Iterator[None]:
-    """Turns dynamo's errors into one that shows the user's line and a way round."""
+def _explained(model: nn.Module, general: bool = False) -> Iterator[None]:
+    """Turns dynamo's errors into one that shows the user's line and a way round. general: while a program for all sizes is captured, of which nothing is lost."""
     try:
-        yield
-    except CaptureError:
-        raise
+        with _torch.failures_untold() if general else contextlib.nullcontext():
+            yield
     except Exception as e:
-        found = _torch.explain_capture_failure(e)
+        found = None if isinstance(e, CaptureError) else _torch.explain_capture_failure(e)
+        if general:
+            what, where = found or (f"{type(e).__name__}: {next(iter(str(e).splitlines()), '')}", "")
+            raise NotGeneralError(what, where=where) from e
+        if isinstance(e, CaptureError):
+            raise
         if found is None:
             raise
         what, where = found

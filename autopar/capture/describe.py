@@ -16,6 +16,7 @@ from torch import fx
 
 from autopar import _torch
 from autopar.capture.capture import Captured
+from autopar.capture.lift import unsplit_sizes
 from autopar.graph.graph import Graph, Op, Tensor
 
 WRAPPED = re.compile(r"\.__dict__\['_modules'\]\['(\w+)'\]")  # how it names what a wrapper of torch's wraps
@@ -39,6 +40,7 @@ def describe(captured: Captured) -> Graph:
     grads: dict[str, str] = {}
     updates: dict[str, str] = {}
     after_tangent: set[fx.Node] = set()
+    unsplit = unsplit_sizes(captured.family) if captured.family is not None else frozenset()
     for node in captured.gm.graph.nodes:
         if node.op == "output":
             for role, n in zip(captured.outputs, node.args[0], strict=True):
@@ -78,7 +80,7 @@ def describe(captured: Captured) -> Graph:
             continue
         if any(a in after_tangent for a in node.all_input_nodes):
             after_tangent.add(node)
-        op = describe_node(node, tensors)
+        op = replace(describe_node(node, tensors), unsplit=unsplit)
         ops.append(op if node not in after_tangent else replace(op, direction="backward"))
         tensors |= {t.name: t for t in op.outputs if t is not None}
     return Graph(

@@ -2,7 +2,7 @@
 
 Brought to that op's form: bool masks (False is -inf), masks of fewer dims, three dims for four, batches and heads that broadcast. The
 rest is traced as torch's own formulas in torch's own order: dropout (so that its random numbers are those of [B, H, Q, S]), tensors of
-other ranks, and calls that torch refuses, whose error is then torch's. (Embedding bags and CTC: `capture_bags`, `capture_ctc`.)
+other ranks, and calls that torch refuses, whose error is then torch's. (Embedding bags, CTC and flex_attention: `capture_bags`, `capture_ctc`, `capture_flex`.)
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from autopar import _torch
 from autopar.capture import ctc as capture_ctc
 from autopar.capture import embedding_bag as capture_bags
+from autopar.capture import flex as capture_flex
 from autopar.kernels.attention import attention
 
 
@@ -27,7 +28,7 @@ def captured_ops() -> Iterator[None]:
         **capture_bags.REPLACED,
         **capture_ctc.REPLACED,
     }
-    with _torch.replaced_composites(ours), capture_bags.equal_bags():
+    with _torch.replaced_composites(ours), capture_bags.equal_bags(), _torch.other_code(*capture_flex.CODE):
         yield
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from autopar.errors import CheckpointError
@@ -37,7 +38,14 @@ def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    return {f"optimizer.{n}": v for n, v in _state(model, optimizer).items() if isinstance(v, torch.Tensor)}
+    return {f"optimizer.{n}": _summed(v) for n, v in _state(model, optimizer).items() if isinstance(v, torch.Tensor)}
+
+
+def _summed(t: torch.Tensor) -> torch.Tensor:
+    """State that is a sum over ranks is added up: sums of products of gradients, for one."""
+    if isinstance(t, DTensor) and any(p.is_partial() for p in t.placements):
+        return t.redistribute(placements=[Replicate() if p.is_partial() else p for p in t.placements])
+    return t
 
 
 def optimizer_numbers(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

@@ -73,6 +73,7 @@ def save(
     extra: object = None,
     keep: int = 1,
     wait: bool = True,
+    weights: bool = True,
 ) -> Saving:
     """Writes parameters, buffers, optimizer state, random counters, `step` and `extra` (anything JSON can hold, e.g. a scheduler's
     state_dict) into the folder `path`, or a URL that fsspec knows. Collective: every rank calls it.
@@ -83,17 +84,20 @@ def save(
     wait: False: returns once this rank's shards are copied to host memory, and writes them beside training. What is saved is what there was at the
         call. What the write raises is raised by `.wait()` of what this returns, or else by the next `save` or `load`. Wait before the program ends,
         or destroys its process group.
+    weights: False: leaves the model's tensors out, for who saves them otherwise; `load` then fills the optimizer alone.
 
     Raises CheckpointError, on all ranks, where it fails on one.
     """
     if keep < 1:
         raise CheckpointError(f"keep={keep}: a save keeps at least itself", fix="pass keep=1 or more")
     with during("checkpoint save"):
-        return _save(place_of(path), model, optimizer, step, extra, keep, wait)
+        return _save(place_of(path), model, optimizer, step, extra, keep, wait, weights)
 
 
-def _save(place: Place, model: nn.Module, optimizer: Optimizer | None, step: int | None, extra: object, keep: int, wait: bool) -> Saving:
-    tensors = model_tensors(model)
+def _save(
+    place: Place, model: nn.Module, optimizer: Optimizer | None, step: int | None, extra: object, keep: int, wait: bool, weights: bool
+) -> Saving:
+    tensors = model_tensors(model) if weights else {}
     if optimizer is not None:
         tensors.update(optimizer_tensors(model, optimizer))
 
@@ -104,6 +108,7 @@ def _save(place: Place, model: nn.Module, optimizer: Optimizer | None, step: int
             "format": FORMAT,
             "step": step,
             "extra": extra,
+            "weights": weights,
             "rng": None if rng_state is None else rng_state(),
             "optimizer": None if optimizer is None else type(optimizer).__name__,
             "groups": [] if optimizer is None else groups_of(model, optimizer),
@@ -233,7 +238,8 @@ def _load(place: Place, model: nn.Module, optimizer: Optimizer | None, step: int
         if step is not None and manifest["step"] != step:
             manifest = _earlier(place, manifest, step)
         saved = manifest["tensors"]
-        _compare({n: v for n, v in saved.items() if n.startswith("model.")}, model_tensors(model), place)
+        if manifest.get("weights", True):
+            _compare({n: v for n, v in saved.items() if n.startswith("model.")}, model_tensors(model), place)
         if optimizer is not None:
             _compare_optimizer(model, optimizer, manifest, place)
         data = place if manifest["format"] == FLAT else place.inside(manifest["data"])
@@ -241,7 +247,7 @@ def _load(place: Place, model: nn.Module, optimizer: Optimizer | None, step: int
         return manifest, data
 
     def read() -> None:
-        tensors = model_tensors(model)
+        tensors = model_tensors(model) if manifest.get("weights", True) else {}
         if optimizer is not None:
             make_state(model, optimizer, manifest)
             tensors.update(optimizer_tensors(model, optimizer))

@@ -3,7 +3,7 @@
     matmul      2 x product of all loops                                 m k, k n -> m n:  2 m k n
     attention   2 b h q s (e + d), half of it causal; backward 2.5 times   (five products for two: Dao et al., FlashAttention-2)
     conv        2 x product of n, channels, kernel and the positions where the kernel is put; backward: as much for dx and for dW
-    moe         2 m k n, a rank with a share of the experts having that share of the rows (experts equally busy); backward twice
+    moe         2 m k n, a rank with a share of the experts having that share of the rows (experts equally busy); backward twice. Routed experts: `experts.py`
 
 A multiply-add counts as two; complex numbers count as four real products.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from autopar.cost import experts
 from autopar.graph.graph import Op
 from autopar.graph.mesh import Mesh
 from autopar.rules.grammar import Rule
@@ -27,7 +28,8 @@ def local_sizes(rule: Rule, strategy: Strategy, mesh: Mesh) -> dict[str, int]:
     """Sizes of the loops on one rank: global / product of the axes that split them, rounded up."""
     width: dict[str, int] = {}
     for axis, (letter, _) in strategy.items():
-        width[letter] = width.get(letter, 1) * mesh.axis_size(axis)
+        for x in (letter, rule.pairs[letter]) if letter in rule.pairs else (letter,):
+            width[x] = width.get(x, 1) * mesh.axis_size(axis)
     return {x: -(-f.size // width.get(x, 1)) for x, f in rule.factors.items()}
 
 
@@ -98,6 +100,8 @@ def _conv(op: Op, rule: Rule, n: Mapping[str, int]) -> float:
 
 def _moe(op: Op, rule: Rule, n: Mapping[str, int]) -> float:
     """`e` numbers the experts and `o` their offsets: neither is a loop of the product."""
+    if experts.is_experts(op):
+        return experts.flops(op, n)
     share = n["e"] / max(rule.factors["e"].size, 1)
     each = 2.0 * share * math.prod(v for x, v in n.items() if x not in ("e", "o"))
     return each * (2 if is_backward(op) else 1)

@@ -22,7 +22,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.cost import compute, links, memory
+from autopar.cost import compute, experts, links, memory
 from autopar.cost.fusion import Fused, fused
 from autopar.cost.links import CollectiveCost
 from autopar.cost.recompute import LEAST, Halves, halves
@@ -103,6 +103,8 @@ class Cost:
                 LEAST * memory.moved_bytes(op, ins, outs, self.mesh, *alone),
                 times * memory.moved_bytes(op, ins, outs, self.mesh, frozenset(), alone[1]),
             )
+        if experts.is_experts(op):
+            moved += experts.moved_bytes(op, compute.local_sizes(rule, strategy, self.mesh))
         if rule.kind == "random" and self.fused is None and outs[0] is not None:
             moved += DRAW_BYTES * math.prod(outs[0].local_shape(self.mesh))
             launches += DRAW_CALLS

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 
+from autopar.cost import experts
 from autopar.cost.memory import base_name
 from autopar.graph.graph import DTYPE_BYTES, Op, Tensor
 from autopar.graph.mesh import Mesh
@@ -27,6 +28,8 @@ def inside(
 ) -> tuple[tuple[str, tuple[str, ...], float], ...]:
     """(kind, axes, bytes a rank sends) of each."""
     name = base_name(op)
+    if experts.is_experts(op):
+        return experts.exchanged(op, rule, strategy, ins, mesh)
     if name in ("nll_loss_forward", "nll_loss2d_forward"):
         scores, each = op.inputs[0], op.args[3] not in (MEAN, SUM)
         axes = _axes(mesh, {a for a, (x, _) in strategy.items() if x == "c" or not each})

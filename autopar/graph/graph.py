@@ -48,6 +48,7 @@ class Op:
     outputs: one entry per output; None where the op returns no tensor there.
     direction: "forward" or "backward".  module: the module path it came from, "" if unknown.
     tags: what the user wants of each output, one of TAGS ("": nothing); () where there is no tag (`autopar.planner.tags`).
+    unsplit: sizes that vary, so that they only seem to be divided by a mesh axis (`autopar.capture.lift`).
     """
 
     name: str
@@ -58,6 +59,7 @@ class Op:
     direction: str = "forward"
     module: str = ""
     tags: tuple[str, ...] = ()
+    unsplit: frozenset[int] = frozenset()
 
     @cached_property
     def inputs(self) -> tuple[Tensor, ...]:

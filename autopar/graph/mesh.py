@@ -33,7 +33,7 @@ class Mesh:
         """Refines the user's axes (name -> size, major first) into prime factors."""
         axes: list[Axis] = []
         for name, size in sizes.items():
-            factors = _primes(size)
+            factors = primes(size)
             if len(factors) <= 1:
                 axes.append(Axis(name, size, name))
             else:
@@ -97,7 +97,7 @@ class Mesh:
         return list(found.values())
 
 
-def _primes(n: int) -> list[int]:
+def primes(n: int) -> list[int]:
     """Prime factors, largest first, so that the first refined axis takes the largest share."""
     out, p = [], 2
     while n > 1:

@@ -43,6 +43,7 @@ LETTERS = {
     "aten.mm": {"m": "tokens", "k": "in", "n": "out"},
     "aten.bmm": {"b": "batch", "m": "rows", "k": "in", "n": "columns"},
     "aten.embedding": {"d0": "batch", "d1": "sequence", "v": "vocabulary", "d": "features"},
+    "autopar.experts_v1": {"t": "tokens", "f": "features", **{f"x{i}": "experts" for i in range(16)}},
     "autopar.attention_v1": {"b": "batch", "g": "heads", "r": "query heads", "q": "queries"},
 }
 SAID = {
@@ -66,6 +67,8 @@ def text(plan: Decisions) -> str:
     lines += _predicted(plan)
     if "gap" in plan.solver:
         lines.append(f"solver: within {float(plan.solver['gap']):.2%} of the bound, stopped by {plan.solver.get('stopped_by', 'gap')}")
+    if "sizes" in plan.solver:
+        lines.append(f"for all sizes of some inputs, none of them split over the mesh but in whole units; made for {plan.solver['sizes']}")
     if "capture" in plan.solver:
         lines.append(f"capture: {plan.solver['capture']}")
     return "\n".join(lines)

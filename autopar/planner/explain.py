@@ -261,7 +261,7 @@ def _strategies(name: str, wanted_splits: Mapping[str, _WantedSplit], names: Nam
         if wanted_split.letter is not None:
             if wanted_split.letter not in rule.factors:
                 raise _Cannot(f"it has no loop {wanted_split.letter!r}; its loops are {_some(list(rule.factors))}")
-            letters = {wanted_split.letter}
+            letters = set(rule.pairs) if wanted_split.letter in rule.pairs else {wanted_split.letter}
         elif wanted_split.dim is not None:
             if wanted_split.dim >= len(outs):
                 raise _Cannot(f"its result has {len(outs)} dims")

@@ -216,11 +216,11 @@ class _Propagator:
             for p in () if self.undecided(t.name, axis) else self.versions(t.name):
                 at = p.where.get(axis)
                 found = letter_at(rule.inputs[i], at, width, rule) if at else None
-                if found and self.fits(rule, axis, found, strategy):
+                if found and found[0] not in rule.pairs and self.fits(rule, axis, found, strategy):
                     seen.add(found)
         if rule.is_heavy and (on_tensor or axis in self.layout.data):
             for x, f in rule.factors.items():
-                if rule.kind == "embedding" and x in owners and not f.index:
+                if x in rule.pairs or (rule.kind == "embedding" and x in owners and not f.index):
                     continue  # a table split by columns would leave the residual stream split
                 # Tokens sorted by expert cannot be split: rather than every rank doing all of them, each takes a part of the features.
                 wanted = (x in owners) == (on_tensor and bool(owners)) or rule.kind == "moe"

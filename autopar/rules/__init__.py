@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 
 from autopar.graph.graph import Op
 from autopar.rules.grammar import Dim, Factor, Line, Rule, match
@@ -16,7 +17,7 @@ from autopar.rules.grammar import Dim, Factor, Line, Rule, match
 RuleFn = Callable[[Op], "Line | str | Rule | None"]
 _RULES: dict[str, RuleFn] = {}
 _MODULES = (
-    "pointwise", "view", "matmul", "reduction", "norm", "index", "factory", "attention", "conv", "loss", "random", "moe",
+    "pointwise", "view", "matmul", "reduction", "norm", "index", "factory", "attention", "conv", "loss", "random", "moe", "experts",
 )  # fmt: skip
 
 
@@ -55,7 +56,11 @@ def lookup(op: Op) -> Rule:
     found = fn(op) if fn else None
     if found is None:
         return fallback(op)
-    return found if isinstance(found, Rule) else match(found, op)
+    matched = found if isinstance(found, Rule) else match(found, op)
+    if not any(f.split and f.size in op.unsplit for f in matched.factors.values()):
+        return matched
+    factors = {x: replace(f, split=f.split and f.size not in op.unsplit) for x, f in matched.factors.items()}
+    return replace(matched, factors=factors)
 
 
 def fallback(op: Op) -> Rule:

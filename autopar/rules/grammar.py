@@ -46,6 +46,8 @@ class Rule:
     inputs/outputs: per tensor operand, per dim, the letters; None for an output that is no tensor.
     linear: sets of input positions; if exactly those inputs are Partial(sum) over an axis and the op is not split on it,
     the outputs are Partial(sum) over it too.
+    pairs: letter -> another one that it takes along: an axis on it splits both, itself whole and the other at the strategy's stride, whichever that is (what
+    is split into experts, and the tokens beside them).
     kind: "matmul" | "attention" | "conv" | "norm" | "embedding" | "loss" | "moe" | "random" | "view" | "cheap".
     """
 
@@ -55,6 +57,7 @@ class Rule:
     linear: tuple[frozenset[int], ...] = ()
     kind: str = "cheap"
     is_fallback: bool = False
+    pairs: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_heavy(self) -> bool:
@@ -63,12 +66,13 @@ class Rule:
 
 @dataclass(frozen=True)
 class Line:
-    """A rule before it is matched to shapes. linear: "0&1|2" = inputs 0 and 1 together, or input 2 alone."""
+    """A rule before it is matched to shapes. linear: "0&1|2" = inputs 0 and 1 together, or input 2 alone. pairs: as a `Rule` has them."""
 
     text: str
     linear: str = ""
     kind: str = "cheap"
     sizes: Mapping[str, int] = field(default_factory=dict)
+    pairs: Mapping[str, str] = field(default_factory=dict)
 
 
 class RuleError(AssertionError):
@@ -116,7 +120,7 @@ def match(line: Line | str, op: Op) -> Rule:
         factors[x] = Factor(x, sizes[x], reduce, sizes[x] > 0 and "!" not in m and (everywhere or reduce is not None), "^" in m)
     linear = tuple(frozenset(int(i) for i in alt.split("&")) for alt in line.linear.split("|") if alt)
     linear = tuple(s for s in linear if max(s) < len(present))
-    return Rule(factors, tuple(d for d in inputs if d is not None), tuple(outputs), linear, line.kind)
+    return Rule(factors, tuple(d for d in inputs if d is not None), tuple(outputs), linear, line.kind, pairs=line.pairs)
 
 
 def _parse(text: str, marks: dict[str, str], ndim: int | None, op: Op, line: Line) -> tuple[Dim, ...] | None:

@@ -23,14 +23,26 @@ def right_of(dim: Dim, letter: str, rule: Rule) -> int:
     return math.prod(rule.factors[x].size for x in dim[dim.index(letter) + 1 :])
 
 
+def digit(dim: Dim, letter: str, stride: int, rule: Rule) -> int | None:
+    """How many elements of `dim` are to the right of the digit that an axis on `letter` at `stride` owns there; None where it owns none."""
+    if letter in rule.pairs and letter not in dim:
+        letter = rule.pairs[letter]
+    elif letter in rule.pairs:
+        stride = 1  # the strategy's is that of the other
+    return stride * right_of(dim, letter, rule) if letter in dim else None
+
+
 def is_legal(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
     """Every letter may be split, and the digits divide and do not overlap."""
-    for x in {x for x, _ in strategy.values()}:
+    for a, (x, _) in strategy.items():
+        if x in rule.pairs and (rule.factors[x].size != mesh.axis_size(a) or sum(y == x for y, _ in strategy.values()) > 1):
+            return False
+    for x in {rule.pairs.get(x, x) for x, _ in strategy.values()}:
         f = rule.factors[x]
-        where = {a: (0, stride) for a, (y, stride) in strategy.items() if y == x}
+        where = {a: (0, stride) for a, (y, stride) in strategy.items() if rule.pairs.get(y, y) == x}
         if not f.split or not Placement.of((f.size,), where).is_valid(mesh):
             return False
-    return True
+    return all(rule.factors[x].split for x, _ in strategy.values())
 
 
 def placements(
@@ -47,7 +59,8 @@ def placements(
     partial = partial or {}
 
     def operand(dims: tuple[Dim, ...], shape: tuple[int, ...]) -> dict[str, tuple[int, int]]:
-        return {a: (i, stride * right_of(d, x, rule)) for a, (x, stride) in strategy.items() for i, d in enumerate(dims) if x in d}
+        at = ((a, i, digit(d, x, stride, rule)) for a, (x, stride) in strategy.items() for i, d in enumerate(dims))
+        return {a: (i, right) for a, i, right in at if right is not None}
 
     inputs = tuple(
         Placement.of(s, operand(d, s), {a: "sum" for a, who in partial.items() if i in who})
@@ -82,5 +95,5 @@ def single_axis(rule: Rule, axis: str, mesh: Mesh) -> Iterator[tuple[str, int]]:
     """Every letter that `axis` alone can split, at its major digit."""
     width = mesh.axis_size(axis)
     for x, f in rule.factors.items():
-        if f.split and f.size % width == 0:
+        if f.split and f.size % width == 0 and x not in rule.pairs:
             yield x, f.size // width

@@ -21,14 +21,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Placement as DPlacement
 
 from autopar import _torch
-from autopar.capture.capture import Call, tensor_named
+from autopar.capture.capture import Call, Captured, NotGeneralError, Shapes, tensor_named
 from autopar.distributed.agreement import Facts, agreed, from_first, highest
 from autopar.distributed.failures import during
 from autopar.distributed.groups import Groups
 from autopar.distributed.shards import dtensor_placements
 from autopar.errors import AutoparError
-from autopar.graph.graph import Tensor
+from autopar.graph.graph import Graph, Tensor
 from autopar.graph.placement import Placement
+from autopar.graph.varying import Varying
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.detect import here
 from autopar.offload import OffloadSettings, close_store, next_number, numbered, open_store
@@ -66,6 +67,8 @@ class Config:
     backend: str
     outputs: str
     request: PlanRequest
+    dynamic: bool | None = None
+    buckets: tuple[int, ...] | None = None
 
 
 def no_plan() -> AutoparError:
@@ -190,19 +193,22 @@ class Builder:
     def build(
         self,
         call: Call,
-        shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...],
+        shapes: Shapes,
         grad: bool,
         autocast: torch.dtype | None,
         loss_only: bool,
+        varying: tuple[Varying, ...] = (),
     ) -> Step:
-        """Captures and lowers one kind of call; the first one with a backward makes the plan that the others follow."""
+        """Captures and lowers one kind of call; the first one with a backward makes the plan that the others follow.
+
+        varying: sizes of it that the step shall be for all of; NotGeneralError where there is none for them."""
         config = self.config
 
         def seen_here() -> tuple[Seen, Facts]:
             found = seen(
                 self.model, call, shapes,
                 loss_fn=config.loss_fn, loss_only=loss_only, grad=grad,
-                cast=config.precision.param, autocast=autocast,
+                cast=config.precision.param, autocast=autocast, varying=varying,
             )  # fmt: skip
             program = "\n".join(f"{count} x {line}" for line, count in found.folded.lines)
             # A plan names operators, so their names must be the same as well.
@@ -229,6 +235,9 @@ class Builder:
                 plan = self.make_plan(folded, stored, trainable)
         else:
             plan = propagate(graph, self.layout or self.following, self.groups.axes, trainable, fixed)
+        if captured.family is not None:
+            made_for = "; ".join(v.said(call.paths) for v in captured.family.varying)
+            plan = replace(plan, solver={**plan.solver, "sizes": made_for})
         with during("compile: parameters moving to where the plan has them", ranks):
             self.settle({n: c for n, c in plan.params.items() if n not in fixed})
         with during("compile", ranks):
@@ -237,13 +246,33 @@ class Builder:
             )
             kind = ("train" if self.model.training else "eval") + ("" if grad else "-no-grad")
             with told("forward compiled", tells):
-                step = Step(captured, graph, plan, self.groups, settings, kind)
+                if captured.family is None:
+                    step = Step(captured, graph, plan, self.groups, settings, kind)
+                else:
+                    step = agreed(self.groups, lambda: (self._general(captured, graph, plan, settings, kind), {}))
         if decides or self.plan is None or (self.layout is not None and grad and not self.plan.collectives):
             self.plan = step.plan.answering_as(plan)
         else:
             self.plan = replace(self.plan, params={**plan.params, **self.plan.params})
         self.planned = self.planned or decides
         return step
+
+    def _general(self, captured: Captured, graph: Graph, plan: Plan, settings: Settings, kind: str) -> Step:
+        """A step for all sizes of some dims; NotGeneralError says why there is none."""
+        try:
+            step = Step(captured, graph, plan, self.groups, settings, kind)
+            if step.has_backward and self.config.grad_accumulation == 1:
+                step.backward_of(True, False)  # what compiling assumes of sizes is to be known before one is run
+        except NotGeneralError:
+            raise
+        except Exception as e:
+            raise NotGeneralError(f"{type(e).__name__}: {next(iter(str(e).splitlines()), '')}") from e
+        return step
+
+    @property
+    def batch_ranks(self) -> int:
+        """Over how many ranks the batch is split; before there is a plan, over how many it may be."""
+        return self.data_world if self.planned or self.config.inputs == "local" else self.mesh.size
 
     def make_plan(self, folded: Folded, stored: dict[str, torch.dtype], trainable: frozenset[str]) -> Plan:
         """One rank plans, all apply what it says."""

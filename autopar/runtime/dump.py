@@ -26,8 +26,8 @@ class Dump:
     """Writes one step's stages; nothing where the variable is not set."""
 
     def __init__(self, kind: str) -> None:
-        """kind: of the step, such as "train"; part of the folder's name."""
-        folder = os.environ.get(VARIABLE, "")
+        """kind: of the step, such as "train"; part of the folder's name. Nothing is written where there is none."""
+        folder = os.environ.get(VARIABLE, "") if kind else ""
         first = not dist.is_initialized() or dist.get_rank() == 0
         self.folder = Path(folder) / f"{next(_steps)}-{kind}" if folder and first else None
         self.count = itertools.count()

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autopar import _torch
-from autopar.capture.capture import Call
+from autopar.capture.capture import Call, Shapes
 from autopar.distributed.groups import Groups
 from autopar.distributed.shards import cut, dtensor_placements
 from autopar.errors import InputError
@@ -24,6 +24,7 @@ from autopar.planner.storage import batch_size
 from autopar.tensors.memory_format import laid, order_of
 
 CHECKED_BATCHES = 3  # how many of the first batches ranks compare
+SIZES_REMEMBERED = 4096
 
 
 class InputReader:
@@ -37,9 +38,10 @@ class InputReader:
             raise InputError(f"inputs={mode!r} is not a mode", fix='use inputs="global" (the same batch on every rank) or inputs="local"')
         self.groups, self.mode, self.data_axes = groups, mode, data_axes
         self.left = CHECKED_BATCHES
+        self.compared: set[Shapes] = set()
         self.parts = groups.mesh.sizes_product(data_axes)
 
-    def global_shapes(self, call: Call) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    def global_shapes(self, call: Call) -> Shapes:
         shapes = [tuple(t.shape) for t in call.tensors]
         if self.mode == "local":
             batch = batch_size(tuple(Tensor("", s, "") for s, t in zip(shapes, call.tensors, strict=True) if not isinstance(t, DTensor)))
@@ -52,6 +54,10 @@ class InputReader:
     def local(self, t: torch.Tensor, p: Placement, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """This rank's part of input `t`, which the plan places at `p`, in the format of the whole."""
         order = order_of(t)
+        if isinstance(t, DTensor) and t.device_mesh != self.groups.device_mesh:
+            t = _torch.dtensor(
+                t.full_tensor(), self.groups.device_mesh, dtensor_placements(Placement.of(p.shape), self.groups.mesh), p.shape
+            )
         if isinstance(t, DTensor):
             whole = t.detach()
             assert isinstance(whole, DTensor)
@@ -75,6 +81,8 @@ class InputReader:
     def returned(self, t: torch.Tensor, local: torch.Tensor, p: Placement) -> torch.Tensor:
         """What is `local` in the plan's placement `p`, such as a gradient, in the form that input `t` came in."""
         if isinstance(t, DTensor):
+            if t.device_mesh != self.groups.device_mesh:
+                return distribute_tensor(self._dtensor(local, p).full_tensor().to(t.dtype), t.device_mesh, t.placements, src_data_rank=None)
             return self._dtensor(local, p).redistribute(t.device_mesh, t.placements).to(t.dtype)
         if self.mode == "global":
             local = self._dtensor(local, p).full_tensor()
@@ -85,11 +93,14 @@ class InputReader:
     def _dtensor(self, local: torch.Tensor, p: Placement) -> DTensor:
         return _torch.dtensor(local, self.groups.device_mesh, dtensor_placements(p, self.groups.mesh), p.shape)
 
-    def check_same(self, call: Call, force: bool = False) -> None:
-        """Raises on every rank if the ranks' batches differ (global) or differ in shape (local); the first batches only."""
-        if not force and self.left <= 0:
+    def check_same(self, call: Call, shapes: Shapes, force: bool = False) -> None:
+        """Raises on every rank if the ranks' batches differ (global) or differ in shape (local); the first batches only, and those of sizes that are new."""
+        if not force and self.left <= 0 and shapes in self.compared:
             return
         self.left -= 1
+        if len(self.compared) > SIZES_REMEMBERED:
+            self.compared.clear()
+        self.compared.add(shapes)
         if len(self.groups.ranks) == 1:
             return
         mine = [(n, tuple(t.shape), f"{t.dtype} {order_of(t)}", self._digest(t)) for n, t in zip(call.paths, call.tensors, strict=True)]
@@ -98,7 +109,16 @@ class InputReader:
         dist.all_gather_object(everyone, mine, group=self.groups.everyone)
         for rank, theirs in enumerate(everyone):
             if theirs != everyone[0]:
-                name = next((a[0] for a, b in zip(theirs, everyone[0], strict=False) if a != b), "their number")
+                differ = next(
+                    ((a, b) for a, b in zip(theirs, everyone[0], strict=False) if a != b), (("their number", (), ""), ("", (), ""))
+                )
+                name, mine_, first = differ[0][0], differ[0][1], differ[1][1]
+                if self.mode == "local" and mine_ != first:
+                    raise InputError(
+                        f"ranks 0 and {rank} were given local batches of other sizes: {list(first)} and {list(mine_)}",
+                        where=f"input {name}",
+                        fix="every rank passes as many samples, at least one: drop_last=True, or a sampler that fills up; pad what is shorter",
+                    )
                 raise InputError(
                     f"ranks 0 and {rank} were given different batches",
                     where=f"input {name}",

@@ -49,8 +49,9 @@ def lower(
 ) -> Lowered:
     """saved_strides: for a backward graph, the strides of its first placeholders (what forward saved)."""
     if backend == "aot_eager":
-        return Lowered(_eager(gm))
+        return Lowered(_without_grad(_torch.boxed(eager_module(gm))))
     places = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    places = [n for n in places if isinstance(n.meta["val"], torch.Tensor)]
     for n, saved in zip(places, saved_strides or (), strict=False):
         if saved is not None:
             n.meta["val"] = _torch.with_strides(n.meta["val"], saved, fake_mode)
@@ -74,13 +75,14 @@ def lower(
     return Lowered(_without_grad(fn), strides, stats)
 
 
-def _eager(gm: fx.GraphModule) -> FlatFn:
+def eager_module(gm: fx.GraphModule) -> fx.GraphModule:
+    """The graph as it runs call by call."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     for n in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         n.target = torch.ops.aten.reshape.default  # a real operand may have other strides than the fake one
     guard(graph)
-    return _without_grad(_torch.boxed(fx.GraphModule(gm, graph)))
+    return fx.GraphModule(gm, graph)
 
 
 def _without_grad(fn: Callable[[list[Any]], Any]) -> FlatFn:

@@ -8,11 +8,13 @@ optimizer built earlier keeps working.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, overload
 
 import torch
@@ -20,21 +22,30 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import _torch
-from autopar.capture.capture import LOSS, Call, Role, off_cache, tensor_named
+from autopar._torch import stepping
+from autopar.capture.capture import LOSS, Call, NotGeneralError, Role, Shapes, off_cache, tensor_named
 from autopar.capture.effects import refuse_global_hooks, set_flags
+from autopar.checkpoint.adapters import has_adapters, load_adapters, save_adapters
+from autopar.checkpoint.ranks import together
+from autopar.checkpoint.safetensors import load_safetensors, save_safetensors
 from autopar.distributed.failures import during
 from autopar.distributed.shards import cut
 from autopar.errors import AutoparError
 from autopar.plan.plan import Plan
+from autopar.runtime.buckets import Buckets, Lengths
+from autopar.runtime.buckets import cut as cut_padding
 from autopar.runtime.build import Builder, Config, no_plan
 from autopar.runtime.check import FirstStep, asked
 from autopar.runtime.copies import copied
 from autopar.runtime.eager_calls import is_method_of, run_whole
 from autopar.runtime.gradients import GradSync
+from autopar.runtime.hooks import refuse_unfit_hooks
 from autopar.runtime.optimizers import watch
 from autopar.runtime.outputs import LossOutput, NotComputedError, OutputGiver
-from autopar.runtime.python_state import Content, PythonState, constants_hold, said
+from autopar.runtime.programs import FIXED, Counts, Program, Programs
+from autopar.runtime.python_state import PythonState, constants_hold, said
 from autopar.runtime.run import Apply, Run, Tensors, padded_local
+from autopar.runtime.sizes import SizesSeen
 from autopar.runtime.step import Step, StepStats
 from autopar.tensors.memory_format import order_of
 
@@ -54,8 +65,7 @@ class LoadedKeys(Protocol):
 class ParallelModule(nn.Module):
     """A model that trains on a mesh as it would on one device. Made by `autopar.compile`."""
 
-    # Hugging Face's Trainer and accelerate: this is a distributed model already, and it does not take their loss arguments.
-    _is_accelerate_prepared = True
+    # Hugging Face's Trainer: a loss is the mean over all rows already (`autopar.integrations.trainer` has its loss arguments).
     accepts_loss_kwargs = False
 
     def __init__(self, model: nn.Module, device_mesh: DeviceMesh, config: Config) -> None:
@@ -73,8 +83,9 @@ class ParallelModule(nn.Module):
         self.__dict__["_wrapped"] = model
         self._builder = builder
         self._config = config
-        self._steps: dict[Any, Step] = {}
-        self._kinds: dict[Any, list[_Held]] = {}
+        self._buckets = None if config.buckets is None else Buckets(config.buckets, model)
+        # A bucket is a size of its own: there are few of them.
+        self._programs = Programs(False if config.buckets is not None and config.dynamic is None else config.dynamic)
         self._state = PythonState(model, config.loss_fn)
         self._checked = -1  # the state whose hooks were looked at
         self._reader = self._builder.reader
@@ -84,12 +95,17 @@ class ParallelModule(nn.Module):
         self._seed: int | None = None
         self._calls = 0
         watch(self, config.optimizer)
+        if config.loss_fn is None:
+            self.__dict__["forward"] = _signed(self.forward, model.forward)
         self.__dict__["_made"] = True  # from here on, attributes are the model's
 
     # ---- the call --------------------------------------------------------------------------------------------
 
     def forward(self, *args: object, **kwargs: object) -> object:
         kwargs = off_cache(self.__dict__["_wrapped"], kwargs)
+        lengths: Lengths = {}
+        if self._buckets is not None:
+            args, (kwargs, lengths) = (), self._buckets.padded(args, kwargs)
         call = Call.of(args, kwargs)
         step = self._step_for(call, self._needs_grad(call))
         tensors = Tensors.of(self)
@@ -98,7 +114,7 @@ class ParallelModule(nn.Module):
         run, outputs = self._run(step, values, call, tensors)
         if step.captured.notes.sets:
             set_flags(self.__dict__["_wrapped"], step.captured.notes)
-        return self._pack(run, outputs)
+        return self._pack(run, outputs, lengths)
 
     def _run(
         self, step: Step, values: dict[Role, torch.Tensor], call: Call, tensors: Tensors, again: bool = False
@@ -113,6 +129,7 @@ class ParallelModule(nn.Module):
             return run, run.forward()
 
     def _step_for(self, call: Call, grad: bool) -> Step:
+        stepping.leave()
         version = self._state.now()
         self._check_hooks(version)
         refuse_global_hooks()
@@ -121,40 +138,67 @@ class ParallelModule(nn.Module):
         shapes = self._reader.global_shapes(call)
         formats = tuple((t.requires_grad, order_of(t)) for t in call.tensors)
         loss_only = self._config.outputs == "loss" and self.training not in self._touched
-        key = (self.training, grad, autocast, call.spec, _hashable(call.constants), shapes, formats, loss_only)
-        step = self._held(key, version)
-        if step is not None:
-            with during("comparing the batches of the ranks", self._builder.groups.ranks):
-                self._reader.check_same(call)
-            return step
+        constants = _hashable(call.constants)
+        kind = (self.training, grad, autocast, call.spec, constants, formats, loss_only)
+        step = self._held(kind, shapes, version)
         with during("comparing the batches of the ranks", self._builder.groups.ranks):
-            self._reader.check_same(call, force=True)
+            self._reader.check_same(call, shapes, force=step is None)
+        if step is not None:
+            return step
         was_planned = self._builder.planned
         content = dict(self._state.content)
-        step = self._builder.build(call, shapes, grad, autocast, loss_only)
-        if self._builder.planned and not was_planned:
-            self._steps.clear()  # made for parameters that lay elsewhere
-            self._kinds.clear()
-        kind = self._kinds.setdefault(key, [])
-        kind.append(_Held(step, content, version))
-        if len(kind) == OFTEN:
-            since = self._state.matter(kind[-2].version, kind[-2].content, kind[-2].step.captured.notes)
+        seen = self._programs.seen(call, constants)
+        while True:
+            general = self._programs.may_generalize(kind)
+            varying = seen.varying(call, shapes, self._builder.batch_ranks, was_planned) if general else ()
+            try:
+                made = self._builder.build(call, shapes, grad, autocast, loss_only, varying)
+            except NotGeneralError as e:
+                seen.refused(e.what)
+                continue
+            if self._builder.planned and not was_planned:
+                self._programs.clear()  # made for parameters that lay elsewhere
+                was_planned = True
+            program = Program(made, content, version, shapes if made.general is None else made.captured.input_shapes)
+            self._programs.add(kind, program, lambda: self._too_many(call, seen))
+            step = program.at(shapes)
+            if step is not None:
+                break
+            seen.missed.add(shapes)  # what was assumed of the sizes that vary is not true of these
+        if seen.tell and self._builder.groups.rank == 0:
+            warnings.warn(
+                f"{type(self.__dict__['_wrapped']).__name__} is captured and compiled anew for every size of its inputs, since it cannot be compiled once for all of them: "
+                f"{seen.given_up}",
+                stacklevel=4,
+            )
+        seen.tell = False
+        same = self._programs.of(kind, shapes)
+        if len(same) == OFTEN:
+            since = self._state.matter(same[-2].version, same[-2].content, same[-2].step.captured.notes)
             changed = ", ".join(sorted(map(said, since))[:3]) or "a global variable"
             warnings.warn(f"captured {OFTEN} times, since Python state that forward reads changes: {changed}", stacklevel=3)
-        self._steps[*key, len(kind)] = step
         return step
 
-    def _held(self, key: tuple[Any, ...], version: int) -> Step | None:
+    def _too_many(self, call: Call, seen: SizesSeen) -> str:
+        why = seen.given_up or (
+            "dynamic=False was passed" if self._config.dynamic is False else "sizes of a batch do not divide over the ranks"
+        )
+        return (
+            f"{type(self.__dict__['_wrapped']).__name__} was called with more than {FIXED} different sizes, and each has a program of its own ({why}): those that were not used "
+            f"for longest are given up, and captured and compiled anew when they come again. Pad batches to few sizes: buckets=(...) of autopar.compile does so"
+        )
+
+    def _held(self, kind: tuple[Any, ...], shapes: Shapes, version: int) -> Step | None:
         """The step of such calls that was captured with the Python state that there is now, or with what is the same to it."""
-        held = [h for h in self._kinds.get(key, ()) if constants_hold(h.step.captured.notes)]
-        for h in held:
-            if h.version == version:
-                return h.step
-        for h in held:
-            if not self._state.matter(h.version, h.content, h.step.captured.notes):
-                h.version = version
-                return h.step
-        return None
+        held = [p for p in self._programs.of(kind, shapes) if constants_hold(p.step.captured.notes)]
+        found = next((p for p in held if p.version == version), None)
+        if found is None:
+            found = next((p for p in held if not self._state.matter(p.version, p.content, p.step.captured.notes)), None)
+        if found is None:
+            return None
+        found.version = version
+        self._programs.used(kind, found)
+        return found.at(shapes)
 
     def _values(
         self, step: Step, call: Call, tensors: Tensors | None = None, counters: Callable[[], torch.Tensor] | None = None
@@ -186,11 +230,10 @@ class ParallelModule(nn.Module):
 
     def _first_step(self, step: Step) -> FirstStep | None:
         """The checks of a step that has not run yet, where AUTOPAR_CHECK asks for them."""
-        if step.checked or not asked():
+        if not asked() or not step.first_run():
             return None
-        step.checked = True
         groups = self._builder.groups
-        return FirstStep(step, lambda t, p: cut(t, p, groups.mesh, groups.coordinates), groups.rank)
+        return FirstStep(step.written_out(), lambda t, p: cut(t, p, groups.mesh, groups.coordinates), groups.rank)
 
     def _counters(self, of: int | None = None) -> torch.Tensor:
         """(seed, step) of a new call, or of an earlier one: torch.manual_seed starts the count again."""
@@ -201,15 +244,16 @@ class ParallelModule(nn.Module):
             of, self._calls = self._calls, self._calls + 1
         return torch.tensor([seed % (1 << 62), of], dtype=torch.int64, device=self._builder.device)
 
-    def _pack(self, run: Run, outputs: tuple[torch.Tensor | None, ...]) -> object:
+    def _pack(self, run: Run, outputs: tuple[torch.Tensor | None, ...], lengths: Lengths) -> object:
+        """lengths: of what was padded, before that."""
         captured = run.step.captured
         leaves = [captured.constants.get(i, o) for i, o in enumerate(outputs)]
         result = _torch.pytree.tree_unflatten(leaves, captured.out_spec)
         if captured.loss_only:
-            return result[LOSS] if self._config.loss_fn is not None else LossOutput(result[LOSS], self._rest(run))
-        return result
+            return result[LOSS] if self._config.loss_fn is not None else LossOutput(result[LOSS], self._rest(run, lengths))
+        return cut_padding(result, lengths) if lengths else result
 
-    def _rest(self, run: Run) -> Callable[[], Any]:
+    def _rest(self, run: Run, lengths: Lengths) -> Callable[[], Any]:
         """What computes all outputs of a call that has computed its loss alone: the same call again, with the same random numbers. Later calls then compute them at
         once."""
         call, number, before, training = run.call, self._calls - 1, run.before, self.training
@@ -233,13 +277,16 @@ class ParallelModule(nn.Module):
                     values = self._values(step, call, tensors, lambda: self._counters(number))
                 values |= {r: before[r.name] for r in values if r.kind == "buffer" and r.name in before}
                 again, outputs = self._run(step, values, call, tensors, again=True)
-                return self._pack(again, outputs)
+                return self._pack(again, outputs, lengths)
 
         return rest
 
     def prepare(self, *args: object, **kwargs: object) -> Step:
         """Captures and compiles the step for a call with these arguments, without running it."""
-        call = Call.of(args, off_cache(self.__dict__["_wrapped"], kwargs))
+        kwargs = off_cache(self.__dict__["_wrapped"], kwargs)
+        if self._buckets is not None:
+            args, (kwargs, _) = (), self._buckets.padded(args, kwargs)
+        call = Call.of(args, kwargs)
         return self._step_for(call, self._needs_grad(call))
 
     def _needs_grad(self, call: Call) -> bool:
@@ -286,7 +333,33 @@ class ParallelModule(nn.Module):
     @property
     def stats(self) -> dict[str, StepStats]:
         """Counts of what compilation did: distinct layers lowered, cache hits, copies made for kernels that demand another layout."""
-        return {str(i): s.stats for i, s in enumerate(self._steps.values())}
+        return {str(i): s.stats for i, s in enumerate(self._programs.steps())}
+
+    @property
+    def programs(self) -> Counts:
+        """How often this model's calls were captured and compiled, and how many programs are kept."""
+        return self._programs.counts()
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """accelerate asks: this is a distributed model already, which it leaves as it is, and so without the autocast that it would put around forward."""
+        state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+        wanted = getattr(state, "_shared_state", {}).get("_mixed_precision", "no")
+        if wanted != "no" and not self.__dict__.get("_autocast_is_met"):
+            raise AutoparError(
+                f"accelerate's mixed_precision={wanted!r} would be dropped: a compiled model is left as it is",
+                fix='leave it out and pass precision="bf16" to autopar.compile, or call the model under torch.autocast; autopar.trainer does that for a Trainer',
+            )
+        return True
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, prepared: bool) -> None:
+        """It is, whatever they find."""
+
+    @property
+    def compiled_steps(self) -> tuple[Step, ...]:
+        """One for each kind of call so far."""
+        return tuple(self._programs.steps())
 
     def train(self, mode: bool = True) -> ParallelModule:
         super().train(mode)
@@ -303,13 +376,29 @@ class ParallelModule(nn.Module):
         return self.__dict__["_wrapped"].state_dict(*args, **kwargs)
 
     def save_pretrained(self, folder: str | os.PathLike[str], max_shard_size: int = 5 * 1000**3) -> None:
-        """Config and weights in Hugging Face layout. Collective: every rank calls it, rank 0 writes."""
-        from autopar.checkpoint.safetensors import save_safetensors
-
+        """Config and weights in Hugging Face layout; of a peft model its adapters, in peft's. Collective: every rank calls it, rank 0 writes, and holds one file's
+        worth. max_shard_size: bytes of a file. Raises CheckpointError on all ranks."""
+        model = self.__dict__["_wrapped"]
+        if has_adapters(model):
+            save_adapters(model, folder)
+            return
         save_safetensors(self, folder, max_shard_size)
-        config = getattr(self.__dict__["_wrapped"], "config", None)
-        if config is not None and self._builder.groups.rank == 0:
-            config.save_pretrained(folder)
+
+        def configs() -> None:
+            for part in ("config", "generation_config"):
+                if self._builder.groups.rank == 0 and hasattr(getattr(model, part, None), "save_pretrained"):
+                    getattr(model, part).save_pretrained(folder)
+
+        together(configs, Path(folder))  # nobody goes on before they are there
+
+    def load_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Fills the model in place from what `save_pretrained` wrote, or transformers or peft: every rank reads the slices of its shards, and adapters whole. Raises
+        CheckpointError, before any tensor is touched, where names or shapes do not match."""
+        model = self.__dict__["_wrapped"]
+        if has_adapters(model):
+            load_adapters(model, folder)
+        else:
+            load_safetensors(self, folder)
 
     def load_state_dict(self, state_dict: Mapping[str, object], *args: object, **kwargs: object) -> LoadedKeys:
         loaded: LoadedKeys = self.__dict__["_wrapped"].load_state_dict(state_dict, *args, **kwargs)
@@ -317,6 +406,12 @@ class ParallelModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """What is not this module's own is the model's: its forward reads it there."""
+        if name == "forward" and "_made" in self.__dict__:
+            raise AutoparError(
+                f"forward is replaced after autopar.compile, by {getattr(value, '__qualname__', type(value).__qualname__)}: the compiled step would not run it",
+                where=type(self.__dict__["_wrapped"]).__name__,
+                fix="replace it first and compile then; for a Trainer that does it, such as TRL's, pass the model uncompiled to autopar.trainer(SFTTrainer, mesh)(...)",
+            )
         own = "_made" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name)
         if own or isinstance(value, (nn.Module, nn.Parameter)):
             super().__setattr__(name, value)
@@ -335,7 +430,13 @@ class ParallelModule(nn.Module):
         except AttributeError:
             wrapped = self.__dict__["_wrapped"]
             found = getattr(wrapped, name)
-            return run_whole(wrapped, found) if is_method_of(wrapped, found) else found
+            if not is_method_of(wrapped, found):
+                return found
+            return run_whole(wrapped, found, self._builder.groups, self._reader.mode == "local")
+
+    def _get_name(self) -> str:
+        """The model's class: libraries decide by it how a loss is made."""
+        return str(type(self.__dict__["_wrapped"]).__name__)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """A module of its own on the same mesh, by the same plan, with parameters and buffers of its own."""
@@ -348,7 +449,7 @@ class ParallelModule(nn.Module):
         return other
 
     def _check_hooks(self, version: int) -> None:
-        own = self._backward_hooks or self._backward_pre_hooks
+        own = self._backward_hooks or self._backward_pre_hooks or self._forward_hooks or self._forward_pre_hooks
         if version == self._checked and not own:
             return
         for name, m in [("", self), *self.__dict__["_wrapped"].named_modules()]:
@@ -359,16 +460,21 @@ class ParallelModule(nn.Module):
                     where=f"module {name or type(self.__dict__['_wrapped']).__name__!r}",
                     fix="use a hook on the parameters (register_post_accumulate_grad_hook), or on a tensor in forward, or remove it before training",
                 )
+            refuse_unfit_hooks(m, name or type(self.__dict__["_wrapped"]).__name__)
+        refuse_unfit_hooks(self, type(self.__dict__["_wrapped"]).__name__)
         self._checked = version
 
 
-@dataclass
-class _Held:
-    """A step, and the Python state it was captured with; version: the latest state that is the same to it."""
+def _signed(forward: Callable[..., object], like: Callable[..., object]) -> Callable[..., object]:
+    """`forward` with the signature of `like`, by which libraries choose what they pass."""
 
-    step: Step
-    content: Content
-    version: int
+    def signed(*args: object, **kwargs: object) -> object:
+        return forward(*args, **kwargs)
+
+    signed.__name__, signed.__doc__ = "forward", like.__doc__
+    with contextlib.suppress(TypeError, ValueError):
+        vars(signed)["__signature__"] = inspect.signature(like)
+    return signed
 
 
 def _hashable(constants: tuple[Any, ...]) -> tuple[Any, ...]:

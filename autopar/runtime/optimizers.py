@@ -1,16 +1,22 @@
-"""Seeing the optimizer that steps our parameters: is it the one planned for, and does its state live where the parameters do?"""
+"""Seeing the optimizer that steps our parameters: is it the one planned for, does its state live where the parameters do, and can it work on them at all?
+
+The contract of an optimizer is in docs/optimizers.md: it computes with torch's operators on what it is given, or on `to_local()` of it.
+"""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from autopar._torch import stepping
 from autopar.cost.optimizers import KINDS, Kind, kind_of, known
 from autopar.errors import OptimizerError
 
@@ -42,9 +48,42 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
             _check(optimizer, w.planned)
             _move_state(optimizer)
+            stepping.begin(_named(module, optimizer), functools.partial(_refused, type(optimizer).__name__))
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    stepping.leave()
 
 
 register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)
+
+
+def _named(module: nn.Module, optimizer: Optimizer) -> dict[torch.Tensor, str]:
+    """What the optimizer has of `module`: parameters, gradients, state."""
+    names = {id(p): n for n, p in module.named_parameters()}
+    out: dict[torch.Tensor, str] = {}
+    for p in (p for group in optimizer.param_groups for p in group["params"] if id(p) in names):
+        name = names[id(p)]
+        out[p] = f"parameter {name!r}"
+        if p.grad is not None:
+            out[p.grad] = f"the gradient of {name!r}"
+        for key, value in optimizer.state.get(p, {}).items():
+            if isinstance(value, DTensor):
+                out[value] = f"the state {key!r} of {name!r}"
+    return out
+
+
+def _refused(optimizer: str, operation: str, name: str, error: BaseException | None) -> OptimizerError:
+    said = f": {str(error).splitlines()[0][:200]}" if error is not None and str(error) else ""
+    if operation == "data_ptr":
+        said = ": it is handed to a kernel as an address, and the memory of a sharded tensor is that of its parts"
+    reshaped = "t.reshape(...) works where a view does not; else " if ".view" in operation else ""
+    return OptimizerError(
+        f"{optimizer} cannot step parameters of a mesh: {operation} of {name}{said}",
+        fix=f"{reshaped}an optimizer must use torch's operators on parameters, gradients and state like them, or work on t.to_local() of each where elements do not "
+        "depend on each other (docs/optimizers.md)",
+    )
 
 
 def _name(optimizer: Optimizer) -> str:

@@ -9,6 +9,7 @@
     partition     Sharded                           -> Parts      forward and backward apart; what is saved between them, what runs again
     offload       Parts                             -> Parts      what the plan keeps away from the device leaves and comes back
     overlap       Parts                             -> Parts      parameters gathered ahead of their use, gradients reduced behind it
+    generalize    a half, at two sizes              -> General    where sizes vary: one graph for all of them
     lower         a half                            -> Lowered    a callable over flat tensors: eager, or Inductor with each distinct layer once
 
 No stage looks back: passes decide nothing, the planner sees no torch, the runtime does not ask how a plan was found. `seen` and `rewritten` are the stages on either
@@ -23,11 +24,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from autopar.capture.capture import Call, Captured, capture
+from autopar.capture.capture import Call, Captured, Shapes, capture
 from autopar.capture.describe import describe
 from autopar.capture.randomness import refuse_unknown_random
 from autopar.distributed.groups import Groups
 from autopar.graph.graph import Graph
+from autopar.graph.varying import Varying
 from autopar.passes.manager import joint_passes, overlap, run_passes
 from autopar.passes.offload import offload
 from autopar.passes.partition import Parts, partition
@@ -67,17 +69,20 @@ class Seen:
 def seen(
     model: nn.Module,
     call: Call,
-    shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...],
+    shapes: Shapes,
     *,
     loss_fn: Callable[..., torch.Tensor] | None,
     loss_only: bool,
     grad: bool,
     cast: torch.dtype | None,
     autocast: torch.dtype | None,
+    varying: tuple[Varying, ...] = (),
 ) -> Seen:
     """See `autopar.capture.capture.capture` for the arguments."""
     with timed("capture"):
-        captured = capture(model, call, shapes, loss_fn=loss_fn, loss_only=loss_only, grad=grad, cast=cast, autocast=autocast)
+        captured = capture(
+            model, call, shapes, loss_fn=loss_fn, loss_only=loss_only, grad=grad, cast=cast, autocast=autocast, varying=varying
+        )
         graph = describe(captured)
         refuse_unknown_random(captured.gm)
     with timed("fold"):

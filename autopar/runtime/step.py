@@ -6,7 +6,8 @@ backward variants (reduce gradients or not, with or without gradients accumulate
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict
 
@@ -22,6 +23,7 @@ from autopar.passes.reductions import only_gradients
 from autopar.plan.decisions import CollectiveUse
 from autopar.plan.plan import Plan
 from autopar.runtime.dump import Dump
+from autopar.runtime.general import General, Strides
 from autopar.runtime.lower import Lowered, lower
 from autopar.runtime.pipeline import Settings, rewritten
 from autopar.tensors.memory_format import with_strides
@@ -45,27 +47,76 @@ class Step:
         self.dump = Dump(kind)
         self.dump.graph("captured", captured.gm)
         self.dump.text("plan", plan.text() + "\n")
+        self.general = None if captured.family is None else General(captured.family, graph, plan)
+        self.units: tuple[int, ...] = () if self.general is None else self.general.family.units
         parts, self.collectives = self.parts(True, False)
         self.base = parts
         self.read_by_backward = frozenset(parts.backward_inputs)
         self.plan = replace(plan, collectives=self.collectives)
         places = [n for n in parts.forward.graph.nodes if n.op == "placeholder"]
         self.dtypes = {r: n.meta["val"].dtype for r, n in zip(parts.forward_inputs, places, strict=True)}
-        self.strides = [n.meta["val"].stride() for n in places]
-        self.lowered = self.lower(parts.forward)
+        self.strides: list[Strides] = [n.meta["val"].stride() for n in places]
+        if self.general is None:
+            self.lowered = self.lower(parts.forward)
+        else:
+            self.lowered, self.strides = self.general.lower(self, parts.forward, (True, False))
         self.backwards: dict[tuple[bool, bool], tuple[Parts, Lowered]] = {}
-        self.given_strides: dict[tuple[bool, bool], list[tuple[int, ...]]] = {}  # of what a backward takes besides what is saved
-        self.checked = False  # by AUTOPAR_CHECK
+        self.given_strides: dict[tuple[bool, bool], list[Strides]] = {}  # of what a backward takes besides what is saved
+        self._checked: list[bool] = []  # by AUTOPAR_CHECK; shared with this step at other sizes
+
+    @property
+    def checked(self) -> bool:
+        return bool(self._checked)
+
+    def first_run(self) -> bool:
+        """Whether nobody has asked this before, at any size."""
+        self._checked.append(True)
+        return len(self._checked) == 1
+
+    def holds(self, units: tuple[int, ...]) -> bool:
+        """Whether this step, of sizes that vary, is right and compiled for these."""
+        return self.general is not None and self.general.holds(units)
+
+    def sized(self, units: tuple[int, ...]) -> Step:
+        """This step for sizes of so many units: the same code, and what is said of it at those sizes."""
+        assert self.general is not None
+        if units == self.units:
+            return self
+        other = copy.copy(self)
+        other.units = units
+        other.captured, other.plan = self.general.said(units, self.captured, self.plan)
+        return other
+
+    def written_out(self) -> Step:
+        """This step, with its graphs at its sizes, not at those that stand for all: for checks, not to be run."""
+        if self.general is None or self.units == self.general.family.units:
+            return self
+        other = copy.copy(self)
+        other.captured, other.graph, other.plan = self.general.at(self.units)
+        other.base, _ = self.parts_of(other.captured, other.graph, other.plan, True, False, Dump(""))
+        return other
+
+    def fixed(self, strides: Sequence[Strides]) -> list[tuple[int, ...]]:
+        """Strides at this step's sizes."""
+        if self.general is None:
+            return [tuple(s) for s in strides]
+        return [tuple(self.general.family.size_at(x, self.units) for x in s) for s in strides]
 
     @property
     def has_backward(self) -> bool:
         return self.base.backward is not None
 
     def parts(self, sync: bool, accumulated: bool) -> tuple[Parts, tuple[CollectiveUse, ...]]:
-        return rewritten(self.captured, self.graph, self.plan, self.groups, self.settings, sync, accumulated, self.dump)
+        return self.parts_of(self.captured, self.graph, self.plan, sync, accumulated, self.dump)
 
-    def lower(self, gm: Any, saved_strides: Any = None, is_backward: bool = False) -> Lowered:
-        s, mode = self.settings, self.captured.fake_mode
+    def parts_of(
+        self, captured: Captured, graph: Graph, plan: Plan, sync: bool, accumulated: bool, dump: Dump
+    ) -> tuple[Parts, tuple[CollectiveUse, ...]]:
+        return rewritten(captured, graph, plan, self.groups, self.settings, sync, accumulated, dump)
+
+    def lower(self, gm: Any, saved_strides: Any = None, is_backward: bool = False, mode: Any = None) -> Lowered:
+        """mode: of the values recorded in `gm`, where it is not the captured program's."""
+        s, mode = self.settings, mode or self.captured.fake_mode
         with timed(f"lower {'backward' if is_backward else 'forward'} with {s.backend}"):
             return lower(gm, backend=s.backend, fake_mode=mode, is_backward=is_backward, saved_strides=saved_strides, once=s.once)
 
@@ -76,7 +127,12 @@ class Step:
         like: torch.Tensor = next(
             n.meta["val"] for r, n in zip(self.base.backward_inputs, places, strict=True) if r == Role("tangent", "", index)
         )
-        return like
+        return torch.empty(self.plan.outputs[index].local_shape(self.plan.mesh), dtype=like.dtype, device="meta")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What the lowered graphs take before tensors."""
+        return self.units if self.general is not None else ()
 
     @property
     def stats(self) -> StepStats:
@@ -95,13 +151,19 @@ class Step:
     def backward_of(self, sync: bool, accumulated: bool) -> tuple[Parts, Lowered]:
         key = (sync, accumulated)
         if key not in self.backwards:
-            parts = self.base if key == (True, False) else self.parts(*key)[0]
+            at = self.general.first if self.general is not None else (self.captured, self.graph, self.plan)
+            parts = self.base if key == (True, False) else self.parts_of(*at, *key, self.dump)[0]
             assert parts.saved == self.base.saved, "variants of backward must read the same saved values"
             assert parts.backward is not None
             places = parts.backward.graph.find_nodes(op="placeholder")
-            self.given_strides[key] = [n.meta["val"].stride() for n in places[len(parts.saved) :]]
+            strides: list[Strides] = [n.meta["val"].stride() for n in places]
             with told("backward compiled", self.groups.rank == 0):
-                self.backwards[key] = (parts, self.lower(parts.backward, self.saved_strides, True))
+                if self.general is None:
+                    lowered = self.lower(parts.backward, self.saved_strides, True)
+                else:
+                    lowered, strides = self.general.lower(self, parts.backward, key, self.saved_strides, True)
+            self.given_strides[key] = strides[len(parts.saved) :]
+            self.backwards[key] = (parts, lowered)
         return self.backwards[key]
 
     def reduces_gradients(self, collective: Collective) -> bool:
@@ -111,8 +173,8 @@ class Step:
 
     def forward(self, values: Mapping[Role, torch.Tensor]) -> tuple[list[tuple[Role, torch.Tensor | None]], list[torch.Tensor]]:
         """values: a local tensor for every graph input's role."""
-        flat = [with_strides(values[r], s) for r, s in zip(self.base.forward_inputs, self.strides, strict=True)]
-        out = self.lowered.fn(flat)
+        flat = [with_strides(values[r], s) for r, s in zip(self.base.forward_inputs, self.fixed(self.strides), strict=True)]
+        out = self.lowered.fn([*self.sizes, *flat])
         n = len(self.base.forward_outputs)
         return list(zip(self.base.forward_outputs, out[:n], strict=True)), list(out[n:])
 
@@ -121,8 +183,8 @@ class Step:
     ) -> list[tuple[Role, torch.Tensor | None]]:
         """Empties `saved` and `values`, so that each tensor can be freed at its last use."""
         parts, lowered = self.backward_of(sync, accumulated)
-        strides = self.given_strides[sync, accumulated]
-        flat = [*saved, *(with_strides(values[r], s) for r, s in zip(parts.backward_inputs, strides, strict=True))]
+        strides = self.fixed(self.given_strides[sync, accumulated])
+        flat = [*self.sizes, *saved, *(with_strides(values[r], s) for r, s in zip(parts.backward_inputs, strides, strict=True))]
         saved.clear()
         values.clear()
         out = lowered.fn(flat)

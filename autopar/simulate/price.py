@@ -27,6 +27,7 @@ from torch import fx
 
 from autopar.capture.describe import dtype_name
 from autopar.cost import Cost
+from autopar.cost.experts import exchanged, is_experts
 from autopar.graph.calls import collective_of, is_collective, is_issue, is_transfer, is_wait, transferred, wire_bytes
 from autopar.graph.graph import Graph, Op, Tensor
 from autopar.graph.mesh import Mesh
@@ -138,6 +139,10 @@ def charges(parts: Parts, plan: Plan, graph: Graph, cost: Cost, prefix: str) -> 
                 op = bearers[n]
                 recompute = op.direction != stage and n not in fixed
                 out.append(Charge(n, stage, COMPUTE, _seconds(n, op, plan, cost, one, recompute), op.name))
+                if is_experts(op):
+                    for kind, axes, sent in exchanged(op, lookup(op), plan.ops[op.name].strategy, _placed(op, plan)[0], cost.mesh):
+                        c = cost.collective(kind, axes, sent)
+                        out.append(Charge(n, stage, c.link, c.seconds, op.name, kind, "activation", sent))
             elif is_collective(n):
                 kind, axes = collective_of(n, prefix)
                 sent = wire_bytes(n, cost.mesh.sizes_product(axes))
@@ -176,10 +181,14 @@ def _seconds(n: fx.Node, op: Op, plan: Plan, cost: Cost, one: Cost, recompute: b
         ins = tuple(_whole(t) for t in here.inputs)
         outs = tuple(None if t is None else _whole(t) for t in here.outputs)
         return one.op(here, lookup(here), {}, ins, outs, recompute).seconds
-    rule, choice = lookup(op), plan.ops[op.name]
-    shapes = tuple(None if t is None else t.shape for t in op.outputs)
-    want, made = placements(rule, choice.strategy, tuple(t.shape for t in op.inputs), shapes, choice.partial)
-    return cost.op(op, rule, choice.strategy, want, made, recompute).seconds
+    want, made = _placed(op, plan)
+    return cost.op(op, lookup(op), plan.ops[op.name].strategy, want, made, recompute).seconds
+
+
+def _placed(op: Op, plan: Plan) -> tuple[tuple[Placement, ...], tuple[Placement | None, ...]]:
+    """Operands and results."""
+    choice, shapes = plan.ops[op.name], tuple(None if t is None else t.shape for t in op.outputs)
+    return placements(lookup(op), choice.strategy, tuple(t.shape for t in op.inputs), shapes, choice.partial)
 
 
 def _as_called(n: fx.Node, op: Op) -> Op:

@@ -27,6 +27,7 @@ class Versions:
         self.versions: dict[str, dict[Placement, fx.Node]] = {}
         self.primary: dict[str, Placement] = {}
         self.made_in: dict[tuple[str, Placement], str] = {}  # versions that a redistribution made -> direction
+        self.read_again: set[tuple[str, Placement]] = set()  # versions that operators of forward read which run again in backward
 
     def put(self, name: str, placement: Placement, node: fx.Node) -> None:
         self.versions[name] = {placement: node}
@@ -43,6 +44,8 @@ class Versions:
     def get(self, name: str, want: Placement) -> fx.Node:
         """The version of `name` in placement `want`, made from the cheapest there is."""
         have = self.versions[name]
+        if self.emit.direction == "forward" and self.emit.current in self.plan.recompute:
+            self.read_again.add((name, want))
         if want in self.sources(name, have):
             return have[want]
         itemsize = next(iter(have.values())).meta["val"].element_size()
@@ -65,14 +68,14 @@ class Versions:
 
     def sources(self, name: str, have: dict[Placement, fx.Node]) -> list[Placement]:
         """The versions that may be drawn on: in forward (results are brought to their places last) those made in forward; in backward those the plan keeps,
-        those made again, and those made in backward."""
+        those made again, those that operators read which run again (they are brought there once more), and those made in backward."""
         kept = self.plan.kept.get(name)
         if self.emit.direction == "forward":
             return [p for p in have if self.made_in.get((name, p)) != "backward"]
         if kept is None and name.split(".")[0] not in self.plan.recompute:
             return list(have)
         rerun = self.primary[name] if name.split(".")[0] in self.plan.recompute else None
-        return [p for p in have if p in (kept, rerun) or self.made_in.get((name, p)) == "backward"]
+        return [p for p in have if p in (kept, rerun) or (name, p) in self.read_again or self.made_in.get((name, p)) == "backward"]
 
     def step(self, node: fx.Node, step: Step, name: str) -> fx.Node:
         self.collectives.append(

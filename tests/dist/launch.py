@@ -44,7 +44,7 @@ def run(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 900, patien
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
-        children = [context.Process(target=_child, args=(r, n, store, fn, args, results, patience_s), daemon=True) for r in range(n)]
+        children = [context.Process(target=_child, args=(r, n, store, fn, args, results, patience_s)) for r in range(n)]
         for c in children:
             c.start()
         out: dict[int, Any] = {}

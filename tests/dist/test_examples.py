@@ -60,7 +60,6 @@ def one_process(script: str, folder: Path) -> list[list[float]]:
         pytest.param("train_plain.py", ["--layout", "tp"], marks=wide),
         pytest.param("train_local_inputs.py", [], marks=wide),
         ("train_local_inputs.py", ["--layout", "fsdp"]),
-        ("train_hf_trainer.py", ["--layout", "fsdp"]),
         ("train_lora.py", ["--layout", "fsdp"]),
         ("train_accelerate.py", ["--layout", "fsdp"]),
         pytest.param("train_accelerate.py", [], marks=wide),

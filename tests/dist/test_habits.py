@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 import autopar
 from tests.dist.habits import BOUNDS, load, plain
 from tests.dist.launch import run
-from tests.wide import cases
+from tests.wide import cases, wide
 
 
 def whole(x: Any) -> Any:
@@ -77,12 +77,28 @@ def every(names: list[str], layout: str | None, sizes: tuple[int, ...], backend:
 
 PART = 4  # the habits are dealt out, so that workers share them
 CASES = [(2, "fsdp"), (2, None), (2, "tp"), (4, "fsdp")]
+MORE = ("customs", "tricks")  # files whose habits are variations: one of each is in make test
+ONE_OF_EACH = ("frozen_then_thawed_by_layer", "low_rank_merged")
+
+
+def is_variation(name: str) -> bool:
+    return load()[name].__module__.rpartition(".")[2] in MORE and name not in ONE_OF_EACH
 
 
 @pytest.mark.parametrize("part", range(PART))
 @pytest.mark.parametrize(("processes", "layout"), cases(CASES, [(2, "fsdp")]))
 def test_habits(processes: int, layout: str | None, part: int) -> None:
-    names = list(load())[part::PART]
+    check([n for n in load() if not is_variation(n)][part::PART], processes, layout)
+
+
+@wide
+@pytest.mark.parametrize("part", range(PART))
+@pytest.mark.parametrize(("processes", "layout"), CASES)
+def test_variations(processes: int, layout: str | None, part: int) -> None:
+    check([n for n in load() if is_variation(n)][part::PART], processes, layout)
+
+
+def check(names: list[str], processes: int, layout: str | None) -> None:
     wrong: dict[str, str] = {}
     for found in run(every, processes, names, layout, (processes,), "aot_eager"):
         wrong |= {n: said for n, said in found.items() if said != "equal"}

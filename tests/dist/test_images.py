@@ -68,7 +68,7 @@ def train(name: str, last: bool, sizes: tuple[int, ...], layout: str | None, bac
     buffer = 0.0
     for (_, b), (_, c) in zip(model.named_buffers(), one.named_buffers(), strict=True):
         buffer = max(buffer, float((b.double() - c.double()).norm()) / (1e-3 * float(c.double().norm()) + 1e-6))
-    (step,) = model._steps.values()
+    (step,) = model._programs.steps()
     given = {r: tuple(t.stride()) for r, t in model._values(step, Call.of((), inputs)).items()}
     strides = dict(zip(step.base.forward_inputs, step.strides, strict=True))
     moved = [r for r, s in strides.items() if r.kind in ("param", "input") and given[r] != tuple(s) and 1 not in step_shape(step, r)]

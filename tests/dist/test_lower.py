@@ -49,7 +49,7 @@ def _step(name: str, sizes: tuple[int, ...], layout: str, cache: str) -> list[di
         if p.grad is not None:
             d = float((ours[n].grad.full_tensor() - p.grad).norm())
             assert d <= 1e-5 * float(p.grad.norm()) + 1e-7 * total, (n, d, float(p.grad.norm()))
-    (step,) = model._steps.values()
+    (step,) = model._programs.steps()
     (backward,) = [lowered for _, lowered in step.backwards.values()]
     return [step.lowered.stats, backward.stats]
 

@@ -156,7 +156,7 @@ def _outputs() -> None:
     out = llama(**batch)
     assert out.loss is out["loss"] is out[0] and out.loss.dim() == 0 and not isinstance(out.loss, DTensor)
     torch.testing.assert_close(out.logits, _model()(**batch).logits, rtol=1e-4, atol=1e-5)  # computed when it is asked for
-    assert len(llama._steps) == 2 and not llama(**batch).__class__.__name__.startswith("Loss") and len(llama._steps) == 2  # and from then on at once
+    assert llama.programs.captured == 2 and not llama(**batch).__class__.__name__.startswith("Loss") and llama.programs.captured == 2  # and from then on at once
     everything = _compiled(mesh, outputs="all")(**batch)
     torch.testing.assert_close(everything.logits, _model()(**batch).logits, rtol=1e-4, atol=1e-5)
     llama.eval()
@@ -198,7 +198,7 @@ def _frozen() -> None:
     model(**batch).loss.backward()
     one(**batch).loss.backward()
     _assert_gradients(model, one)
-    step = next(iter(model._steps.values()))
+    step = next(iter(model._programs.steps()))
     # Frozen weights need no weight-gradient GEMM: q, k, v, o, gate, up, down of layer 1 twice, lm_head and nothing of layer 0 once.
     backward = [n for n in step.base.backward.graph.nodes if n.target == torch.ops.aten.mm.default]
     assert len(backward) == 7 * 2 - 3 + 1 + 3, len(backward)

@@ -124,7 +124,7 @@ class Trial:
             model, args, kwargs, tensors = _made(self.loaded)
             ours = autopar.compile(model, (1,), layout=setting.layout, backend=setting.backend, outputs="all")
             out = ours(*args, **kwargs)
-            step = next(iter(ours._steps.values()))
+            step = next(iter(ours._programs.steps()))
             self.captured = step.captured, step.graph
             return _stepped(ours, out, tensors)
 

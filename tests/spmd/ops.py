@@ -34,6 +34,7 @@ from autopar.passes.local.context import Local
 from autopar.rules import lookup
 from autopar.rules.grammar import Rule
 from autopar.rules.strategy import Strategy, is_legal, placements
+from tests.spmd.exchange import Exchanges, groups_over
 
 MESHES = (Mesh.of({"a": 2}), Mesh.of({"a": 3}), Mesh.of({"a": 4}))
 _WORLD = 240  # a multiple of every mesh's size: LocalTensorMode finds a group's siblings by its layout in the world
@@ -241,8 +242,11 @@ class Trial:
 def _choices(rule: Rule, width: int) -> Iterator[tuple[str, int]]:
     """Letters and strides for an axis of `width`: major, minor and one digit in between."""
     for x, f in rule.factors.items():
+        if x in rule.pairs and f.size != width:
+            continue
         if f.split and f.size and f.size % width == 0:
-            strides = [s for s in range(1, f.size // width + 1) if f.size % (s * width) == 0]
+            size = rule.factors[rule.pairs.get(x, x)].size
+            strides = [s for s in range(1, size // width + 1) if size % (s * width) == 0]
             for s in dict.fromkeys((strides[-1], strides[0], strides[len(strides) // 2])):
                 yield x, s
 
@@ -323,10 +327,16 @@ def run_ranks(
     except _NeedsGroupError:
         pass
     ranks = range(mesh.size)
-    with world() as name, LocalTensorMode(mesh.size):
+    axes_of: dict[str, tuple[str, ...]] = {}
+
+    def named(axes: tuple[str, ...]) -> str:
+        axes_of[found := name(mesh, axes)] = axes
+        return found
+
+    with world() as name, LocalTensorMode(mesh.size), Exchanges(lambda group: groups_over(axes_of[group], mesh)):
         at = {a: LocalTensor({r: torch.tensor(mesh.coordinates(r)[a]) for r in ranks}) for a in mesh.names}
         args, kwargs = local_args(lambda i: LocalTensor({r: pieces[i][r].clone() for r in ranks}))
-        result = _outputs(apply(context(at.__getitem__, lambda axes: name(mesh, axes)), c.fn, args, kwargs))
+        result = _outputs(apply(context(at.__getitem__, named), c.fn, args, kwargs))
 
     def on(t: Any, rank: int) -> Any:
         return t._local_tensors[rank] if isinstance(t, LocalTensor) else t

@@ -35,6 +35,7 @@ from autopar.planner.formulation.overlap_windows import window_of
 from autopar.planner.layout import Layout
 from autopar.planner.propagate import propagate
 from autopar.solver.fold import fold
+from tests.spmd.exchange import Exchanges, groups_over
 
 STORE = "simulated"  # of activations kept away from the device; a test whose plan has some opens it
 
@@ -104,7 +105,8 @@ class Simulated:
         """(outputs, gradients by name, buffer updates) of one step, whole tensors in and out."""
         mesh, n = self.mesh, self.mesh.size
         values = self.values(params, buffers, tensors, seed)
-        with torch.no_grad(), LocalTensorMode(n):
+        groups = lambda name: groups_over(tuple(name.split(".", 1)[1].split("+")), mesh)  # noqa: E731
+        with torch.no_grad(), LocalTensorMode(n), Exchanges(groups):
             out = fx.Interpreter(self.parts.forward).run(*[values[r] for r in self.parts.forward_inputs])
             k = len(self.parts.forward_outputs)
             results, saved = out[:k], out[k:]

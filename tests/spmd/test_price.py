@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import math
+from typing import Any
 
 import pytest
 
@@ -93,7 +94,10 @@ def least(name: str, axes: str) -> float:
 
 def simulate(name: str, axes: str, found: Planned, got: Price, parts: Parts) -> Replay:
     """The step without the optimizer; memory with its state."""
-    seconds = {c.node: (c.resource, c.seconds) for c in got.charges}
+    seconds: dict[Any, tuple[str, float]] = {}
+    for c in got.charges:  # what an operator exchanges inside is a part of it
+        resource, before = seconds.get(c.node, (c.resource, 0.0))
+        seconds[c.node] = resource, before + c.seconds
     p, _ = captured(name)
     table, start = records(
         parts, lambda n: seconds.get(n, (COMPUTE, 0.0)), with_saved(parts, stored(p.graph, cost_of(name, axes), parts.backward))

@@ -42,7 +42,7 @@ def test_right_steps_pass() -> None:
     gpt2(**zoo.inputs(2, 8)).loss.backward()
     unet = autopar.compile(model_of("unet", True), backend="aot_eager")
     unet(**batch_of("unet", 2, True)).backward()
-    assert all(s.checked for m in (gpt2, unet) for s in m._steps.values())
+    assert all(s.checked for m in (gpt2, unet) for s in m._programs.steps())
 
 
 @pytest.mark.parametrize(("target", "half"), [("aten.gelu.default", "gelu(self.a(x))"), ("aten.gelu_backward.default", "gelu_backward")])
@@ -86,4 +86,4 @@ def test_nothing_is_checked_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOPAR_CHECK", "0")
     model = autopar.compile(Model(), backend="aot_eager")
     model(X).backward()
-    assert not any(s.checked for s in model._steps.values())
+    assert not any(s.checked for s in model._programs.steps())

@@ -264,11 +264,11 @@ def test_one_process_plans() -> None:
     model.eval()
     with torch.no_grad():
         evaluated = model(**batch).loss
-    assert len(model._steps) == 1 and not model._builder.planned
+    assert len(list(model._programs.steps())) == 1 and not model._builder.planned
     model.train()
     trained = model(**batch).loss
     torch.testing.assert_close(evaluated, trained.detach())
-    assert len(model._steps) == 1, "steps from before the plan are kept"
+    assert len(list(model._programs.steps())) == 1, "steps from before the plan are kept"
     trained.backward()
     plan = model.plan
     assert plan.layout == "planned" and plan.cluster == "cpu:1x1" and plan.fingerprint and plan.predicted["step_time_s"] > 0

@@ -47,14 +47,14 @@ def test_what_is_asked_for_is_of_the_same_call() -> None:
     x = torch.randn(6, 4)
     model, (one, want) = compiled(seeded(Both)), expected(x, 2)
     out = model(x)
-    assert not isinstance(out["loss"], dict) and len(model._steps) == 1
+    assert not isinstance(out["loss"], dict) and model.programs.captured == 1
     torch.testing.assert_close(out["hidden"], want[0]["hidden"])
     torch.testing.assert_close(out["loss"], want[0]["loss"])
     assert out["extra"][1] == "text" and "hidden" in out and set(out) == {"loss", "hidden", "extra"} and len(out) == 3
     assert out.get("nothing", 5) == 5 and torch.equal(out.get("loss"), out[0])
     later = model(x)  # computes all of it at once
     torch.testing.assert_close(later["hidden"], want[1]["hidden"])
-    assert len(model._steps) == 2
+    assert model.programs.captured == 2
     for (n, b), c in zip(model.named_buffers(), one.buffers(), strict=True):
         torch.testing.assert_close(b, c, msg=lambda m, n=n: f"{n}: {m}")
 
@@ -99,7 +99,7 @@ def test_evaluation_computes_the_loss_alone_until_it_is_asked_for_more() -> None
     model, one = compiled(seeded(Both)).eval(), seeded(Both).eval()
     with torch.no_grad():
         first, want = model(x), one(x)
-        assert len(model._steps) == 1
+        assert model.programs.captured == 1
         torch.testing.assert_close(first["loss"], want["loss"])
         torch.testing.assert_close(first["hidden"], want["hidden"])
         second, want = model(x), one(x)
@@ -137,6 +137,6 @@ def test_methods_besides_forward_have_gradients() -> None:
     F.mse_loss(one.encode(x), x).backward()
     for p, q in zip(model.parameters(), one.parameters(), strict=True):
         torch.testing.assert_close(p.grad.full_tensor(), q.grad)
-    before = len(model._steps)
+    before = model.programs.captured
     model(x)
-    assert len(model._steps) == before
+    assert model.programs.captured == before

@@ -370,7 +370,7 @@ def test_going_back_captures_nothing_anew_and_counters_of_a_loop_neither() -> No
         model.a.note = i
         model.last_batch = torch.randn(i + 1)
         model(x)
-    assert len(model._steps) == 2
+    assert model.programs.captured == 2
 
 
 def test_a_flag_that_forward_sets_and_that_changes_nothing_captures_nothing_anew() -> None:
@@ -387,7 +387,7 @@ def test_a_flag_that_forward_sets_and_that_changes_nothing_captures_nothing_anew
     model = compiled(seeded(Settles))
     for _ in range(3):
         model(torch.ones(6, 4))
-    assert model.kind == "double" and len(model._steps) == 1
+    assert model.kind == "double" and model.programs.captured == 1
 
 
 def test_captured_again_and_again_is_worth_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

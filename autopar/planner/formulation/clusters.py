@@ -245,11 +245,28 @@ class _Builder:
         out = []
         for s in range(self.clusters[cluster].size):
             p = self.made[maker.name][s][output]
-            found = None if p is None else self.on(op, index, p)
+            found = None if p is None else self.on(op, index, p if self.may_go_on(op, index, p, cluster, s) else p.without_partial())
             if found is None:
                 return False
             out.append(found)
         return self.join(op, cluster, out)
+
+    def may_go_on(self, op: Op, index: int, p: Placement, cluster: int, s: int) -> bool:
+        """Whether the operands besides `index` can be Partial as that one is at `p`, under strategy `s` of `cluster`: nothing is made Partial that was whole
+        (a gradient that comes from outside)."""
+        for t in op.inputs:
+            if not p.partial or t.name == op.inputs[index].name:
+                continue
+            if t.name not in self.maker:
+                return False
+            maker = self.maker[t.name]
+            if maker[0].name not in self.of:  # of a copy further on: it will follow
+                continue
+            made = self.made[maker[0].name]
+            places = [made[s]] if self.of[maker[0].name] == cluster else made
+            if not any((q := m[maker[1]]) is not None and q.partial == p.partial for m in places):
+                return False
+        return True
 
     def on(self, op: Op, index: int, p: Placement) -> OpStrategy | None:
         """How `op` runs on operand `index` placed at `p`, None if it cannot."""

@@ -228,13 +228,16 @@ class Rows:
         if key[0] != BROUGHT or len(key) != 4:
             return key
         if key not in self.sums:
-            _, v, direction, of_source = key
-            flow, size = (self.problem.values[v].forward, self.problem.values[v].backward)[direction], self.life.sizes(v)
-            arcs = enumerate(flow.arcs if flow is not None else ())
-            terms = tuple((("e", v, direction, a), size[arc.src if of_source else arc.dst]) for a, arc in arcs if arc.times)
             rests = self.relaxation.rests
-            self.sums[key] = "s", rests.setdefault(terms, len(rests)), 0
+            self.sums[key] = "s", rests.setdefault(self.arcs_of(key), len(rests)), 0
         return self.sums[key]
+
+    def arcs_of(self, brought: Key) -> tuple[tuple[Key, float], ...]:
+        """What is brought elsewhere, one by one, with its bytes."""
+        _, v, direction, of_source = brought  # type: ignore[misc]  # a key of four
+        flow, size = (self.problem.values[v].forward, self.problem.values[v].backward)[direction], self.life.sizes(v)
+        arcs = enumerate(flow.arcs if flow is not None else ())
+        return tuple((("e", v, direction, a), size[arc.src if of_source else arc.dst]) for a, arc in arcs if arc.times)
 
     def accumulated(self, grad: str, times: int) -> None:
         """The buffers of a gradient's `times` copies in front of its reduction. Adding to one, the old and the new one live."""

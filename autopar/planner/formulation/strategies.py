@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.graph.graph import Op
 from autopar.graph.mesh import Mesh
@@ -36,11 +36,17 @@ class OpStrategy:
 
 @dataclass(frozen=True)
 class _Slot:
-    """A stretch of a letter between two cuts."""
+    """A stretch of a letter between two cuts. beside: letters, with their sizes, one of which every axis takes that is put here (`Rule.pairs`)."""
 
     letter: str
     low: int
     high: int
+    beside: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def room(self) -> _Slot:
+        """The stretch itself, whatever is beside it."""
+        return replace(self, beside=())
 
 
 def strategies(
@@ -54,12 +60,14 @@ def strategies(
     """summed: axes over which the op's operands may be Partial; without: letters not to split."""
     slots = []
     for x, f in rule.factors.items():
-        if f.split and f.size > 1 and x not in without:
+        if f.split and f.size > 1 and x not in without and x not in rule.pairs:
             at = cuts.get((op.name, x), (1, f.size))
             mine = [_Slot(x, lo, hi) for lo, hi in itertools.pairwise(at) if hi > lo]
             # (b s) may be split along either; of a product's features, (heads d), only the major part: attention keeps d whole. Where queries, keys
             # and values are made together, (3 heads d), that is the heads, for axes that three parts are too few for.
             slots += mine[::-1] if rule.kind != "matmul" or _is_kept(rule, x) else _major(mine, mesh)
+            beside = tuple((y, rule.factors[y].size) for y, other in rule.pairs.items() if other == x and rule.factors[y].split)
+            slots += [replace(s, beside=beside) for s in mine[::-1] if beside]
     everything = frozenset(range(len(op.inputs)))
     passes = everything in rule.linear
     found: dict[OpStrategy, None] = {}
@@ -108,6 +116,13 @@ def _fill(
         n = _fits(children, slot, used, mesh)
         if n == len(children):
             yield _put(children, slot, used, mesh)
+        elif n and slot.beside:  # fewer experts than devices: the rest of the axis, its minor or its major part, splits tokens alone
+            for mine, left in ((children[:n], children[n:]), (children[-n:], children[:-n])):
+                some, then = _put(mine, slot, used, mesh)
+                for other in slots:
+                    if not other.beside and other.letter == slot.letter and _fits(left, other, then, mesh) == len(left):
+                        others, end = _put(left, other, then, mesh)
+                        yield {**some, **others}, end
         elif n and mix and slot == slots[0]:  # a batch smaller than the axis: the rest of the axis goes to another factor
             some, then = _put(children[:n], slot, used, mesh)
             for other in slots:
@@ -126,11 +141,13 @@ def _part(
 
 def _fits(children: Sequence[str], slot: _Slot, used: Mapping[_Slot, int], mesh: Mesh) -> int:
     room, n = slot.high // slot.low, 0
-    taken = used.get(slot, 1)
+    taken, free = used.get(slot.room, 1), _free(slot, used)
     for c in children:
         taken *= mesh.axis_size(c)
-        if room % taken:
+        if room % taken or (slot.beside and mesh.axis_size(c) not in free):
             break
+        if slot.beside:
+            free.remove(mesh.axis_size(c))
         n += 1
     return n
 
@@ -138,8 +155,17 @@ def _fits(children: Sequence[str], slot: _Slot, used: Mapping[_Slot, int], mesh:
 def _put(
     children: Sequence[str], slot: _Slot, used: Mapping[_Slot, int], mesh: Mesh
 ) -> tuple[dict[str, tuple[str, int]], dict[_Slot, int]]:
-    taken, out = used.get(slot, 1), {}
+    taken, out, then = used.get(slot.room, 1), {}, dict(used)
     for c in children:
         taken *= mesh.axis_size(c)
-        out[c] = (slot.letter, slot.high // taken)
-    return out, {**used, slot: taken}
+        letter = slot.letter
+        if slot.beside:
+            letter = next(x for x, size in slot.beside if size == mesh.axis_size(c) and _Slot(x, 0, 0) not in then)
+            then[_Slot(letter, 0, 0)] = 1
+        out[c] = (letter, slot.high // taken)
+    return out, {**then, slot.room: taken}
+
+
+def _free(slot: _Slot, used: Mapping[_Slot, int]) -> list[int]:
+    """Sizes of the letters beside that no axis has yet."""
+    return [size for x, size in slot.beside if _Slot(x, 0, 0) not in used]

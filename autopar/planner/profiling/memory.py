@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.planner.formulation.memory_rows import Rows
+from autopar.planner.formulation.memory_rows import BROUGHT, Rows
 from autopar.planner.profiling.places import Places
 from autopar.planner.storage import batch_placements
 from autopar.solver.evaluate import variables_on
@@ -88,7 +88,10 @@ class Memory(Rows):
         super().tensor(v, tensor)
 
     def add(self, key: Key, nbytes: float, first: int, last: int, tensor: str = "", grows: bool = False, last_call: bool = False) -> None:
-        if last >= first and nbytes and self.on(key):
+        if key[0] == BROUGHT:
+            for arc, size in self.arcs_of(key):
+                self.add(arc, nbytes * size, first, last, tensor, grows, last_call)
+        elif last >= first and nbytes and self.on(key):
             kind = GRADIENTS if grows else self._kind(key, first)
             self._hold(kind, nbytes, first, last, tensor, grows, kind == MOVING, last_call)
 

@@ -16,7 +16,7 @@ Prepared = Callable[..., Any]  # (module, **arguments of compile for this habit)
 Habit = Callable[[Prepared], dict[str, Any]]
 HABITS: dict[str, Habit] = {}
 BOUNDS: dict[str, float] = {}
-_FILES = ("outputs", "updates", "weights", "models", "loops")
+_FILES = ("outputs", "updates", "weights", "models", "loops", "outside", "customs", "tricks")
 
 
 def habit(bound: float = 1e-5) -> Callable[[Habit], Habit]:

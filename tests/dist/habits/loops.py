@@ -48,6 +48,68 @@ def lengths_that_vary(prepared: Prepared) -> dict[str, Any]:
 
 
 @habit()
+def lengths_of_training_and_evaluation(prepared: Prepared) -> dict[str, Any]:
+    """Batches padded to their longest member, in training and in evaluation."""
+    model = prepared(seeded(Words))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    seen = []
+    for i, (n, m) in enumerate(((8, 11), (11, 7), (13, 9), (6, 15))):
+        model.train()
+        loss = model(ids(i, length=n), labels=ids(i + 1, length=n))["loss"]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            out = model(ids(9, length=m), labels=ids(10, length=m))
+            seen += [loss.item(), out["loss"].item(), out["logits"].exp().sum().item()]
+    return {"seen": seen, **parameters(model)}
+
+
+@habit()
+def micro_batches_of_different_lengths(prepared: Prepared) -> dict[str, Any]:
+    model = prepared(seeded(Words), grad_accumulation=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for i, n in enumerate((8, 11, 6, 14, 9, 12)):
+        loss = model(ids(i, length=n), labels=ids(i + 1, length=n))["loss"] / 3
+        loss.backward()
+        losses.append(loss.item())
+        if i % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"losses": losses, **parameters(model)}
+
+
+@habit()
+def two_lengths_in_flight(prepared: Prepared) -> dict[str, Any]:
+    """Both forwards before both backwards, of a batch that varies too."""
+    model = prepared(seeded(Words))
+    losses = []
+    for i, (a, b) in enumerate((((8, 8), (8, 12)), ((4, 10), (8, 9)), ((6, 14), (4, 7)))):
+        one, other = (model(ids(i, *s), labels=ids(i + 1, *s))["loss"] for s in (a, b))
+        (one + other).backward()
+        losses += [one.item(), other.item()]
+    return {"losses": losses, **gradients(model)}
+
+
+@habit()
+def documents_in_a_row(prepared: Prepared) -> dict[str, Any]:
+    """Several sequences packed into one, told apart by position ids that start anew; lengths vary."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(vocab_size=32, hidden_size=16, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32, num_hidden_layers=1)
+    model = prepared(seeded(lambda: LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False))))
+    losses = []
+    for i, n in enumerate((12, 18, 15)):
+        at = torch.cat([torch.arange(n - 5), torch.arange(5)]).expand(4, n)
+        loss = model(input_ids=ids(i, 4, n), position_ids=at, labels=ids(i + 1, 4, n)).loss
+        loss.backward()
+        losses.append(loss.item())
+    return {"losses": losses, **gradients(model)}
+
+
+@habit()
 def evaluation_between(prepared: Prepared) -> dict[str, Any]:
     model = prepared(seeded(Words))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

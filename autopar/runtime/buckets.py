@@ -1,0 +1,126 @@
+"""Batches padded to one of a few lengths (`buckets=` of autopar.compile), so that a model that must have a program for each has few.
+
+Padding is put behind the last token, where what it is filled with cannot matter: masks hide it (a mask is made where the model takes one and none is given), labels are
+ignored (-100), and causal tokens do not look ahead. An argument that is as long as the tokens, and of which nobody said what to fill it with, is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar import _torch
+from autopar.errors import InputError
+
+IGNORED = -100  # of cross entropy
+TOKENS = ("input_ids", "decoder_input_ids")
+# What an argument of this name is filled with; None: with the model's token for padding, where it has one.
+FILLED: Mapping[str, int | None] = {
+    "input_ids": None,
+    "attention_mask": 0,
+    "token_type_ids": 0,
+    "position_ids": 0,
+    "labels": IGNORED,
+    "decoder_input_ids": None,
+    "decoder_attention_mask": 0,
+}
+# (ENCODER for an encoder's of two, else "", padded length) -> length as it was.
+Lengths = dict[tuple[str, int], int]
+ENCODER = "encoder_"
+_FIX = "pad it yourself, or leave buckets= out: sizes that vary need no buckets where a model can be compiled once for all of them"
+
+
+class Buckets:
+    """lengths: those that batches are padded to. forward: of the model."""
+
+    def __init__(self, lengths: Sequence[int], model: nn.Module) -> None:
+        self.lengths = tuple(sorted(lengths))
+        self.names = tuple(inspect.signature(model.forward).parameters)
+        pad = getattr(getattr(model, "config", None), "pad_token_id", None)
+        self.token = pad if isinstance(pad, int) and pad >= 0 else 0
+
+    def padded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], Lengths]:
+        """The call's arguments by name, padded; and what lengths became.
+
+        Raises InputError where it is not known how to."""
+        if len(args) > len(self.names):
+            raise InputError(
+                f"buckets=: {len(args)} arguments cannot be told apart, forward names {len(self.names)}", fix="pass them by name"
+            )
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        tokens = given.get("input_ids")
+        if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2:
+            raise InputError(
+                "buckets= pads calls with input_ids of shape [batch, length], and there are none",
+                where=f"arguments {sorted(given)}",
+                fix=_FIX,
+            )
+        out, cut = self._side(given, "input_ids", "attention_mask", tokens.shape[1])
+        other = given.get("decoder_input_ids", given.get("labels") if "decoder_input_ids" in self.names else None)
+        if isinstance(other, torch.Tensor) and other.dim() == 2 and "decoder_input_ids" in self.names:
+            decoded, more = self._side(out, "decoder_input_ids", "decoder_attention_mask", other.shape[1], other)
+            return decoded, {(ENCODER, n): m for (_, n), m in cut.items()} | more
+        return out, cut
+
+    def _side(
+        self, given: Mapping[str, Any], tokens: str, mask: str, length: int, shape: torch.Tensor | None = None
+    ) -> tuple[dict[str, Any], Lengths]:
+        """`given`, with what belongs to `tokens` padded. Of an encoder and a decoder each has its own."""
+        target = next((n for n in self.lengths if n >= length), None)
+        if target is None:
+            raise InputError(
+                f"a batch of length {length} is longer than the longest bucket, {self.lengths[-1]}",
+                where=f"input {tokens}",
+                fix="add a longer one to buckets=, or cut the batch",
+            )
+        decodes = "decoder_input_ids" in self.names
+        mine = {n for n in FILLED if not decodes or n.startswith("decoder_") == (tokens != "input_ids")} - (
+            {"labels"} if decodes else set()
+        )
+        mine |= {"labels"} if decodes and tokens != "input_ids" else set()
+        out = dict(given)
+        like = given.get(tokens, shape)
+        if isinstance(like, torch.Tensor) and mask in self.names and given.get(mask) is None:
+            out[mask] = torch.ones(like.shape, dtype=torch.int64, device=like.device)
+        for name, t in list(out.items()):
+            if not isinstance(t, torch.Tensor) or t.dim() < 2 or t.shape[1] != length or target == length:
+                continue
+            if name in mine and t.dim() == 2:
+                fill = FILLED[name]
+                out[name] = torch.nn.functional.pad(t, (0, target - length), value=self.token if fill is None else fill)
+            elif name not in FILLED or (name in mine and t.dim() > 2):
+                raise InputError(
+                    f"buckets=: {name}, of shape {tuple(t.shape)}, is as long as {tokens}, and it is not known what to pad it with",
+                    where=f"input {name}",
+                    fix=_FIX,
+                )
+        return out, {("", target): length} if target != length else {}
+
+
+def cut(result: Any, lengths: Lengths) -> Any:
+    """Outputs without what they have of padding: of those whose dim 1 is a padded length."""
+
+    def of(path: Any, t: Any) -> Any:
+        if not isinstance(t, torch.Tensor) or t.dim() < 2:
+            return t
+        side = ENCODER if ENCODER in _torch.pytree.keystr(path[:1]) else ""
+        length = lengths.get((side, t.shape[1]))
+        return t if length is None else t[:, :length]
+
+    return _torch.pytree.tree_map_with_path(of, result)
+
+
+def checked(buckets: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Raises InputError for anything but lengths."""
+    if buckets is None:
+        return None
+    found = tuple(buckets) if isinstance(buckets, (list, tuple)) else ()
+    if not found or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in found):
+        raise InputError(
+            f"buckets={buckets!r} are no lengths", fix="pass the lengths that batches are padded to, such as buckets=(512, 1024)"
+        )
+    return found
