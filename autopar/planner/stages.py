@@ -423,7 +423,8 @@ class Stages:
                 coarse_bound_s = self.coarse_bound(v, *made)
                 bound = max(bound_s, coarse_bound_s)
             try:
-                take(smaller, made, bound / (1 - near))
+                with watching(until=self.until if best is not None else math.inf):
+                    take(smaller, made, bound / (1 - near))
             except _Far:
                 far.append((smaller, made))
             except TimeoutError:
@@ -453,7 +454,12 @@ class Stages:
             return least_s(v.shrunk, v.rules, v.cost)
         began = time.perf_counter()
         self.begin("bound")
-        bound_s = least(lower_bound_problem(f.formulated(), problem, Formulator(v.q, v.rules, self.mesh, v.cost, self.training)), self.left)
+        try:
+            with watching(until=self.until):
+                whole = Formulator(v.q, v.rules, self.mesh, v.cost, self.training)
+                bound_s = least(lower_bound_problem(f.formulated(), problem, whole), self.left)
+        except TimeoutError:
+            bound_s = least_s(v.shrunk, v.rules, v.cost)
         self.on_progress("bound", time.perf_counter() - began)
         return bound_s
 
