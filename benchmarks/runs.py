@@ -20,8 +20,8 @@ from typing import Any
 from autopar.errors import AutoparError
 from autopar.hardware.cluster import Cluster
 from autopar.models import configs as models
+from autopar.planner.found import Found
 from autopar.planner.layout import Layout
-from autopar.planner.stages import Found
 from autopar.predict.api import solved
 from autopar.predict.fit import Run
 from autopar.predict.pieces import Piece

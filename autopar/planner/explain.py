@@ -24,9 +24,10 @@ from autopar.planner.formulation.apply import apply
 from autopar.planner.formulation.layouts import by_role, forbidden
 from autopar.planner.formulation.names import Names
 from autopar.planner.formulation.training import TrainingConfig
+from autopar.planner.found import Found
 from autopar.planner.layout import Layout
 from autopar.planner.refit import leaf_names
-from autopar.planner.stages import WHOLE_AXES, Found, Stages
+from autopar.planner.stages import WHOLE_AXES, Stages
 from autopar.planner.storage import batch_size
 from autopar.rules import lookup
 from autopar.rules.grammar import Rule

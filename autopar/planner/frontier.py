@@ -23,10 +23,11 @@ from autopar.plan.diff import parameters
 from autopar.plan.plan import Plan
 from autopar.plan.text import HEAVY, LAYER, strategy
 from autopar.planner.budgets import Budgets
+from autopar.planner.collecting import without_garbage_collection
 from autopar.planner.formulation.training import TrainingConfig
+from autopar.planner.found import Found
 from autopar.planner.layout import Layout
 from autopar.planner.planning import Step, does_not_fit, plan_of
-from autopar.planner.stages import Found, without_garbage_collection
 from autopar.rules import lookup
 from autopar.solver.fold import Folded
 from autopar.solver.problem import DEVICE

@@ -28,6 +28,7 @@ from autopar.plan.plan import Plan
 from autopar.planner.axes import mesh_axes
 from autopar.planner.explain import Explanation, explain_graph
 from autopar.planner.formulation.training import TrainingConfig
+from autopar.planner.found import Found
 from autopar.planner.frontier import Frontier, frontier_graph
 from autopar.planner.layout import Layout
 from autopar.planner.memory import Memory
@@ -36,7 +37,7 @@ from autopar.planner.planning import plan_graph, within
 from autopar.planner.precision import Precision
 from autopar.planner.refit import modules_of, served
 from autopar.planner.request import limits_of, training_config
-from autopar.planner.stages import WHOLE_AXES, Found
+from autopar.planner.stages import WHOLE_AXES
 from autopar.solver.fold import Folded, fold
 from autopar.solver.solve import Limits
 from autopar.text.stages import Begun

@@ -21,11 +21,12 @@ from autopar.planner.formulation.apply import apply, blocking
 from autopar.planner.formulation.layouts import by_role, forbidden
 from autopar.planner.formulation.names import Names
 from autopar.planner.formulation.training import TrainingConfig
+from autopar.planner.found import Found, better
 from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.layout import Layout
 from autopar.planner.profiling.profile import profile
 from autopar.planner.refit import modules_of
-from autopar.planner.stages import WORTH, Found, Stages, better
+from autopar.planner.stages import WORTH, Stages
 from autopar.planner.storage import batch_size
 from autopar.planner.tags import binding, unmet, untagged
 from autopar.rules.grammar import Rule

@@ -14,32 +14,34 @@ the best so far (`solver.prune`): a few percent of it. All ends as soon as the g
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost import Cost
 from autopar.graph.mesh import Mesh
 from autopar.hardware.cluster import Cluster
-from autopar.planner.formulation.formulated import Formulated
+from autopar.planner.collecting import without_garbage_collection
 from autopar.planner.formulation.layouts import by_role, forbidden
 from autopar.planner.formulation.lower_bound import least_s, lower_bound_problem
 from autopar.planner.formulation.names import Names
 from autopar.planner.formulation.problem import Formulator
 from autopar.planner.formulation.symmetry import SymmetryClasses, symmetry
 from autopar.planner.formulation.training import TrainingConfig
+from autopar.planner.found import Found, arcs_of, better, is_recomputed, is_within
 from autopar.planner.layout import Layout
+from autopar.planner.low_memory import low_memory_strategies
+from autopar.planner.merged_axes import axes_said, merged
 from autopar.planner.segments import Segments, at_share, last_alone, shares, three, two
 from autopar.rules import lookup
 from autopar.rules.grammar import Rule
 from autopar.solver.fold import Folded
-from autopar.solver.frontier import EXACT, Relaxation, Relaxed
-from autopar.solver.problem import Decision, Problem
+from autopar.solver.frontier import EXACT, Relaxation
+from autopar.solver.problem import Problem
 from autopar.solver.prune import prune
 from autopar.solver.shrink import Shrunk, shrink
-from autopar.solver.solve import Infeasible, Limits, NoAnswer, Solution, explain, least, smallest, solve, solve_relaxed
+from autopar.solver.solve import Limits, NoAnswer, Solution, explain, least, smallest, solve, solve_relaxed
 from autopar.solver.watch import watching
 from autopar.text.stages import Begun, Note
 from autopar.text.times import format_time
@@ -60,23 +62,8 @@ HAND_S, HAND_GAP = 20.0, 0.05  # of the solver, for a hand layout where nothing 
 LAST = 0.75  # of the time: then the whole program is given up for one that has an answer soon
 EFFORT_S, EFFORT = 6.0, 500.0  # in proportion: so many seconds, and so many times what a step takes at least
 ARCS = 6000  # that the solver gets through in a second
-SHRINK = 0.8  # of the smallest peak known: the budget at which strategies with a smaller one are looked for
-NARROW = 0.1  # of a budget that suffices for nothing: they are not looked for nearer to it
 OnProgress = Callable[[str, float], None]
 Restrict = Callable[[Problem, Names, Mapping[str, Rule], Mesh], Problem]
-
-
-@dataclass(frozen=True)
-class Found:
-    """problem, names: of the program that was answered last; shrunk, rules: of its graph; mesh: whose axes may be merged; formulated: what `problem` was made of."""
-
-    mesh: Mesh
-    problem: Problem
-    names: Names
-    shrunk: Shrunk
-    rules: Mapping[str, Rule]
-    answer: Solution | Infeasible
-    formulated: Formulated
 
 
 class _Far(Exception):
@@ -136,13 +123,13 @@ class Stages:
     ) -> tuple[Formulator, Problem]:
         began = time.perf_counter()
         if only is None:
-            self.begin(f"formulate {_axes(mesh)}")
+            self.begin(f"formulate {axes_said(mesh)}")
         f = Formulator(v.q, v.rules, mesh, v.cost, self.training, only)
         problem, names = f.run(room_s, trim)
         if self.restrict is not None and only is None:
             problem = self.restrict(problem, names, v.rules, mesh)
         if only is None:
-            self.on_progress(f"formulate {_axes(mesh)}", time.perf_counter() - began)
+            self.on_progress(f"formulate {axes_said(mesh)}", time.perf_counter() - began)
         return f, problem
 
     def begin(self, stage: str) -> None:
@@ -150,7 +137,7 @@ class Stages:
 
     def so_far(self, mesh: Mesh, bound_s: float, best: Found | None) -> None:
         """Tells what is known of the step on `mesh`, whose axes may be merged: no plan takes less than the one, the other is the best that was found."""
-        on = "" if mesh.parents == self.mesh.parents else f"on {_axes(mesh)} "
+        on = "" if mesh.parents == self.mesh.parents else f"on {axes_said(mesh)} "
         bound = f"{on}no plan takes less than {format_time(bound_s)}" if math.isfinite(bound_s) and bound_s > 0 else "no bound yet"
         if best is None or not isinstance(best.answer, Solution):
             self.on_progress(Note(f"{bound}; none was found yet"), 0.0)
@@ -228,13 +215,13 @@ class Stages:
         f, problem = made or self.formulated(v, mesh)
         if self.is_first and arcs_of(problem) > ARCS * (self.until - time.perf_counter()):
             raise NoAnswer("the program is too large for the time", -1.0)
-        self.begin(f"solve {_axes(mesh)}")
+        self.begin(f"solve {axes_said(mesh)}")
         seen = solve_relaxed(problem.relaxed, problem, self.left, self.on_progress)
         if seen is None:
             return self.with_low_memory_strategies(v, mesh, f, problem, -1.0, None)
         if seen.bound_s > far_s:
             raise _Far
-        if seen.price is not None and seen.price.feasible and not _is_recomputed(problem, seen.decision):
+        if seen.price is not None and seen.price.feasible and not is_recomputed(problem, seen.decision):
             spent = time.perf_counter() - start
             answer = Solution(seen.decision, seen.price, seen.bound_s, spent, seen.stopped_by, seen.variables, seen.rows)
             done = Found(mesh, problem, f.names, v.shrunk, v.rules, answer, f.formulated())
@@ -243,10 +230,10 @@ class Stages:
         bound_s = seen.bound_s
         self.so_far(mesh, bound_s, None)
         best = self.cut(mesh, seen.decision.strategies, bound_s, None, coarse)
-        if not coarse and not _is_within(best, self.limits.gap) and 2 * (time.perf_counter() - self.start) < self.limits.seconds:
+        if not coarse and not is_within(best, self.limits.gap) and 2 * (time.perf_counter() - self.start) < self.limits.seconds:
             # What is missing may be the bound's: its program was allowed the whole gap.
             bound_s, best = self.nearer(mesh, problem, seen.decision.strategies, bound_s, best)
-        if best is None or not isinstance(best.answer, Solution) or not (coarse or _is_within(best, self.limits.gap)):
+        if best is None or not isinstance(best.answer, Solution) or not (coarse or is_within(best, self.limits.gap)):
             best = self.tight(v, mesh, f, problem, bound_s, best)
         if isinstance(best.answer, Solution):
             spent = time.perf_counter() - start
@@ -265,7 +252,7 @@ class Stages:
         bound_s = max(bound_s, seen.bound_s) if seen else bound_s
         if best is not None and isinstance(best.answer, Solution):
             best = replace(best, answer=replace(best.answer, bound_s=min(bound_s, best.answer.objective_s)))
-        if seen and tuple(seen.decision.strategies) != tuple(strategies) and not _is_within(best, self.limits.gap):
+        if seen and tuple(seen.decision.strategies) != tuple(strategies) and not is_within(best, self.limits.gap):
             best = self.cut(mesh, seen.decision.strategies, bound_s, best, False)
         return bound_s, best
 
@@ -281,7 +268,7 @@ class Stages:
             best = self.cut(mesh, f.all_strategies(answer.decision.strategies), bound_s, best, False)
             # With strategies fixed, nothing is brought from where only other strategies have it; but memory of what runs again is known only then.
             mine = replace(answer, bound_s=min(bound_s, answer.objective_s))
-            if not _is_recomputed(problem, answer.decision) and (best is None or better(mine, best.answer)):
+            if not is_recomputed(problem, answer.decision) and (best is None or better(mine, best.answer)):
                 best = Found(mesh, problem, f.names, v.shrunk, v.rules, mine, f.formulated())
         return best or self.with_low_memory_strategies(v, mesh, f, problem, bound_s, None)
 
@@ -347,10 +334,10 @@ class Stages:
         def good() -> bool:
             seconds = list(looked.values())
             idle = len(seconds) > PATIENCE and min(seconds[-PATIENCE:]) >= min(seconds[:-PATIENCE]) * (1 - WORTH)
-            if idle and _is_within(best, self.limits.gap):
+            if idle and is_within(best, self.limits.gap):
                 return True
             late = time.perf_counter() - self.start > self.limits.seconds / 2
-            return _is_within(best, max(WORTH, self.limits.gap) if late else WORTH)
+            return is_within(best, max(WORTH, self.limits.gap) if late else WORTH)
 
         cuts, limit_s = self.guided(*uncut[1:], n_of)
         for segments in cuts:
@@ -412,7 +399,7 @@ class Stages:
 
         for smaller in merged(self.mesh):
             late = self.is_late
-            if _is_within(best, near) or ((best is not None or far) and (late or smaller.parents == self.mesh.parents)):
+            if is_within(best, near) or ((best is not None or far) and (late or smaller.parents == self.mesh.parents)):
                 break
             try:
                 with watching(until=self.until if best is not None else math.inf):
@@ -431,7 +418,7 @@ class Stages:
                 if best is None and not far:
                     raise
                 break
-        while far and not _is_within(best, near):
+        while far and not is_within(best, near):
             try:
                 take(*far.pop(), math.inf)
             except TimeoutError:
@@ -472,7 +459,7 @@ class Stages:
         f, problem = self.formulated(v, self.mesh, room_s=known - coarse_bound_s, trim=lambda p: prune(p, coarse_bound_s, known))
         if arcs_of(problem) > TOO_MANY:
             return best
-        self.begin(f"solve {_axes(self.mesh)}, without what cannot be better")
+        self.begin(f"solve {axes_said(self.mesh)}, without what cannot be better")
         try:
             relaxed = Relaxation(problem.relaxed).at(problem.budget_bytes, self.left)
         except TimeoutError:
@@ -512,83 +499,3 @@ class Stages:
             if answer.gap <= self.limits.gap or self.left.seconds < 2 * took:  # what is to be nearer takes longer
                 break
         return best
-
-
-def low_memory_strategies(
-    f: Formulator, relaxed: Callable[[float], Relaxed | None], peak: Callable[[tuple[int, ...]], float]
-) -> tuple[int, ...] | None:
-    """Strategies with the smallest peak found; None where none was.
-
-    relaxed: of the relaxed program under a budget; peak: the smallest at given strategies, of a program with those alone. Only that one counts what is made
-    again for something else that is made again. So the strategies that are smallest by the relaxed rows are not the smallest; those that
-    are fastest under ever smaller budgets are better, until nothing fits.
-    """
-    peaks: dict[tuple[int, ...], float] = {}
-    budget, enough, short = math.inf, math.inf, 0.0
-    try:
-        while budget > short * (1 + NARROW):
-            found = relaxed(budget)
-            if found is None:
-                short = budget
-            else:
-                enough, strategies = budget, f.all_strategies(found.strategies)
-                if strategies not in peaks:
-                    peaks[strategies] = peak(strategies)
-            # Down in steps while everything fits, then between what suffices for something and what for nothing.
-            budget = math.sqrt(enough * short) if short else SHRINK * min(enough, *peaks.values())
-            if math.isinf(budget):
-                break
-    except TimeoutError:
-        pass
-    best = min(peaks, key=peaks.__getitem__, default=None)
-    return best if best is not None and math.isfinite(peaks[best]) else None
-
-
-@contextlib.contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """A program is a million small objects that all stay: looking for garbage among them took a third of the time."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
-def _is_recomputed(problem: Problem, decision: Decision) -> bool:
-    """Whether anything that takes time does."""
-    return any(t for r in decision.rerun for t in problem.reruns[r].times[decision.strategies[problem.reruns[r].choice]].values())
-
-
-def _is_within(found: Found | None, gap: float) -> bool:
-    """Whether there is an answer, and it is as near to its bound as that, relatively."""
-    return found is not None and isinstance(found.answer, Solution) and found.answer.gap <= gap
-
-
-def arcs_of(problem: Problem) -> int:
-    return sum(len(flow.arcs) for value in problem.values for flow in (value.forward, value.backward) if flow)
-
-
-def better(a: Solution | Infeasible, b: Solution | Infeasible) -> bool:
-    """Whether `a` is faster than `b`, or needs less memory where neither fits."""
-    if isinstance(a, Solution):
-        return not isinstance(b, Solution) or a.objective_s < b.objective_s
-    return isinstance(b, Infeasible) and a.least_bytes < b.least_bytes
-
-
-def merged(mesh: Mesh) -> Iterator[Mesh]:
-    """`mesh` with all its axes as one, then as two: neighbours only, since storage over axes that are not lies as no DTensor does."""
-    parents = [p for p, n in mesh.parents.items() if n > 1]
-    yield _with_parents(mesh, [parents])
-    for i in range(len(parents) - 1, 0, -1):
-        yield _with_parents(mesh, [parents[:i], parents[i:]])
-
-
-def _with_parents(mesh: Mesh, groups: list[list[str]]) -> Mesh:
-    name = {p: "+".join(group) for group in groups for p in group}
-    return Mesh(tuple(replace(a, parent=name.get(a.parent, a.parent)) for a in mesh.axes))
-
-
-def _axes(mesh: Mesh) -> str:
-    return " x ".join(f"{p}={n}" for p, n in mesh.parents.items() if n > 1) or "one device"

@@ -15,11 +15,11 @@ from torch import nn
 
 from autopar.errors import InputError
 from autopar.hardware.cluster import Cluster
+from autopar.planner.found import Found
 from autopar.planner.layout import Layout
 from autopar.planner.offline import Task, task
 from autopar.planner.planning import Step
 from autopar.planner.precision import Precision
-from autopar.planner.stages import Found
 from autopar.predict.pieces import Piece, pieces
 from autopar.predict.prediction import Prediction
 from autopar.predict.runtime import Runtime

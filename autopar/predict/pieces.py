@@ -19,7 +19,7 @@ from autopar.cost.op_collectives import inside
 from autopar.graph.graph import Graph, Op, Tensor
 from autopar.graph.placement import Placement
 from autopar.planner.formulation.apply import used_arcs
-from autopar.planner.stages import Found
+from autopar.planner.found import Found
 from autopar.predict import fused_kernels as kernels
 from autopar.predict.work import MATMUL, MEMORY, Task, Transfer, Workload
 from autopar.rules.grammar import Rule

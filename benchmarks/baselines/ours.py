@@ -19,9 +19,10 @@ from typing import Any
 from autopar.errors import AutoparError
 from autopar.plan.plan import Plan
 from autopar.planner.budgets import Budgets
+from autopar.planner.collecting import without_garbage_collection
+from autopar.planner.found import Found
 from autopar.planner.offload import Offload
 from autopar.planner.planning import Step, plan_graph, plan_of
-from autopar.planner.stages import Found, without_garbage_collection
 from autopar.solver.solve import Limits
 from benchmarks.baselines.program import Program
 
