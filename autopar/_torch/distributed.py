@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,8 +112,6 @@ def orderly(name: str, group: Any, fresh: str) -> Any:
         return made
     for old in [n for n, (world, _) in _orderly.items() if world is not dist.group.WORLD]:
         del _orderly[old]
-    if not _orderly:
-        atexit.register(_orderly.clear)  # its threads end while Python still runs
     options = gloo._Options()
     options._devices, options._threads, options._timeout = [gloo.create_default_device()], 1, theirs.options._timeout
     ranks = dist.get_process_group_ranks(group)
@@ -129,6 +127,19 @@ def orderly(name: str, group: Any, fresh: str) -> Any:
     mine._set_group_name(name)
     _orderly[name] = (dist.group.WORLD, mine)
     return mine
+
+
+def let_go_of_groups(mesh: Any) -> None:
+    """At the end of the process: drops the orderly groups, and destroyed ones that the mesh (from torch 2.13 on) and default arguments hold."""
+    from torch.distributed import ProcessGroup
+
+    _orderly.clear()
+    for f in vars(sys.modules.get("torch.distributed.nn.functional", object)).values():  # the default group there was at its import
+        if any(isinstance(d, ProcessGroup) and not is_open(d) for d in getattr(f, "__defaults__", None) or ()):
+            f.__defaults__ = tuple(None if isinstance(d, ProcessGroup) else d for d in f.__defaults__)
+    held: dict[str, Any] = getattr(mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh, "_pg_registry", {})
+    for name in [n for n, group in held.items() if not is_open(group)]:
+        del held[name]
 
 
 def unalias_process_groups() -> None:

@@ -6,8 +6,10 @@ apart in the job's store goes by an id that the mesh's first rank draws: process
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import uuid
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,24 @@ from autopar.distributed import presence
 from autopar.errors import MeshError
 from autopar.graph.mesh import Mesh
 from autopar.passes.sharding.groups import group_name
+
+_all: weakref.WeakSet[Groups] = weakref.WeakSet()
+
+
+@atexit.register
+def _let_go() -> None:
+    """Ends the threads of destroyed groups while Python still runs.
+
+    gloo's threads drop the tensors of a collective some time after it was awaited, and need Python for it. Where Python has begun to end by then the process
+    aborts: "terminate called without an active exception" (torch 2.13; plain torch too: about half the runs of init_device_mesh, all_reduce,
+    destroy_process_group). A group waits for its threads when the last reference to it goes.
+    """
+    presence.forget()
+    for groups in list(_all):
+        groups.made.clear()
+        groups.known.clear()
+        groups.world = None
+        _torch.let_go_of_groups(groups.device_mesh)
 
 
 class Groups:
@@ -39,6 +59,7 @@ class Groups:
         self.world = dist.group.WORLD if dist.is_initialized() else None
         self.steps = 0
         self._id = ""
+        _all.add(self)
 
     @property
     def id(self) -> str:

@@ -104,6 +104,12 @@ def know(processes: Iterable[Process]) -> None:
     _known.update({p.rank: p for p in processes})
 
 
+def forget() -> None:
+    """Knows nobody any more, and holds no group."""
+    _known.clear()
+    _of[0] = None
+
+
 def ended_ranks(ranks: Iterable[int]) -> list[int]:
     if _of[0] is not dist.group.WORLD:
         return []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -43,5 +44,35 @@ def twice(again: str) -> None:
     gathered((2, 2))
 
 
-def test_collectives_of_a_group_run_one_after_another(tmp_path: object) -> None:
-    run(twice, 4, os.path.join(str(tmp_path), "again"))
+def test_collectives_of_a_group_run_one_after_another(tmp_path: Path) -> None:
+    run(twice, 4, str(tmp_path / "again"))
+
+
+LEAVES = """
+import atexit, os
+from pathlib import Path
+
+@atexit.register  # before autopar's, so run after it
+def threads_of_groups():
+    left = [n for t in os.listdir("/proc/self/task") if "gloo" in (n := Path(f"/proc/self/task/{t}/comm").read_text().strip())]
+    print("left:", left, flush=True)
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+import autopar
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+model = autopar.compile(torch.nn.Linear(4, 4), mesh, backend="aot_eager", layout="ddp")
+model(torch.ones(4, 4)).sum().backward()
+dist.all_gather_object([None, None], 0)
+dist.destroy_process_group()
+"""
+
+
+def test_no_group_has_threads_when_python_ends(torchrun: Callable[..., str], tmp_path: Path) -> None:
+    """One that drops a tensor then aborts the process, now and then."""
+    script = tmp_path / "leaves.py"
+    script.write_text(LEAVES)
+    assert torchrun(str(script), processes=2).count("left: []") == 2
