@@ -19,7 +19,7 @@ from torch import fx
 
 from autopar.capture.capture import Role
 from autopar.graph.calls import is_collective, is_wait, nbytes
-from autopar.passes.overlap import behind, calls_between, mark, reorder, windows
+from autopar.passes.overlap import STRETCH, behind, calls_between, mark, reorder, windows
 
 
 def defer(gm: fx.GraphModule, inputs: Sequence[Role | None]) -> fx.GraphModule:
@@ -38,6 +38,8 @@ def defer(gm: fx.GraphModule, inputs: Sequence[Role | None]) -> fx.GraphModule:
     where = windows(calls, [origin[n] for n in reductions], [nbytes(n.all_input_nodes[0]) for n in reductions])
     index = {reductions[m]: i for i, s in enumerate(where) for m in s.members}
     moved: dict[fx.Node, tuple[int, int, int]] = {}
+    for n in reductions:
+        n.meta[STRETCH] = index[n], stage[n]
     for n in chain:
         if is_wait(n):
             (issue,) = n.all_input_nodes

@@ -14,10 +14,12 @@ from functools import partial
 from torch import fx
 
 from autopar import _torch
+from autopar.cost import Cost
+from autopar.passes.bucket import bucket
 from autopar.passes.deduplicate import deduplicate
 from autopar.passes.defer import defer
 from autopar.passes.lay_out import lay_out
-from autopar.passes.overlap import inputs_of
+from autopar.passes.overlap import computes, inputs_of
 from autopar.passes.partition import Parts
 from autopar.passes.prefetch import prefetch
 from autopar.passes.shard import Sharded
@@ -72,15 +74,44 @@ def _verify(gm: fx.GraphModule, fake_mode: object, prefix: str, after: str, have
         check_values(gm, fake_mode)
 
 
-def overlap(parts: Parts, prefix: str) -> Parts:
-    """`parts` with parameters gathered ahead of their use and gradients reduced behind it; the same nodes in another order. Bitwise."""
+def overlap(parts: Parts, prefix: str, cost: Cost | None = None) -> Parts:
+    """`parts` with parameters gathered ahead of their use and gradients reduced behind it, the same nodes in another order: bitwise. cost: of the cluster, whose links
+    say which collectives are joined into buckets; None: none are."""
     inputs = inputs_of(parts, False)
     forward = _same_calls(parts.forward, prefetch(parts.forward, inputs), prefix, "prefetch")
-    if parts.backward is None:
-        return replace(parts, forward=forward)
-    inputs = inputs_of(parts, True)
-    backward = _same_calls(parts.backward, prefetch(parts.backward, inputs), prefix, "prefetch")
-    return replace(parts, forward=forward, backward=_same_calls(backward, defer(backward, inputs), prefix, "defer"))
+    backward = parts.backward
+    if backward is not None:
+        inputs = inputs_of(parts, True)
+        backward = _same_calls(backward, prefetch(backward, inputs), prefix, "prefetch")
+        backward = _same_calls(backward, defer(backward, inputs), prefix, "defer")
+    if cost is not None:
+        forward = _same_results(forward, bucket(forward, prefix, cost), prefix, "bucket")
+        backward = None if backward is None else _same_results(backward, bucket(backward, prefix, cost), prefix, "bucket")
+    return replace(parts, forward=forward, backward=backward)
+
+
+def _same_results(before: fx.GraphModule, gm: fx.GraphModule, prefix: str, after: str) -> fx.GraphModule:
+    """`gm`, checked to take and give what `before` does, by shape and dtype, and to do the same work on the way."""
+    for told in (_given, _results, _work):
+        assert told(before) == told(gm), f"other {told.__name__[1:]} after {after}"
+    check(gm, prefix, after, {"local", "live"})
+    if os.environ.get("AUTOPAR_DEBUG"):
+        check_values(gm, _torch.fake_mode_of(gm))
+    return gm
+
+
+def _given(gm: fx.GraphModule) -> list[str]:
+    return [n.name for n in gm.graph.nodes if n.op == "placeholder"]
+
+
+def _results(gm: fx.GraphModule) -> list[tuple[object, ...] | None]:
+    values = [n.meta["val"] if isinstance(n, fx.Node) else None for n in _torch.results_of(gm.graph)]
+    return [None if v is None else (tuple(v.shape), v.dtype) if hasattr(v, "shape") else (v,) for v in values]
+
+
+def _work(gm: fx.GraphModule) -> list[str]:
+    """The calls that compute, in order."""
+    return [n.name for n in gm.graph.nodes if computes(n)]
 
 
 def _same_calls(before: fx.GraphModule, gm: fx.GraphModule, prefix: str, after: str) -> fx.GraphModule:

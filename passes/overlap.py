@@ -34,6 +34,8 @@ from autopar.passes.repeats import Cuts, call_hash, find_repeats
 
 AHEAD, BEHIND, SENT, BROUGHT = "ahead", "behind", "sent", "brought"
 MARK = "overlap"
+# Meta of a marked collective: (the stretch it belongs to, how many collectives of its chain lie between it and what reads or makes its tensor).
+STRETCH = "stretch"
 
 
 def marked(n: fx.Node) -> bool:

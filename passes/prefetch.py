@@ -19,7 +19,7 @@ from torch import fx
 
 from autopar.capture.capture import Role
 from autopar.graph.calls import is_collective, is_wait, nbytes
-from autopar.passes.overlap import behind, calls_between, is_ahead, mark, reorder, windows
+from autopar.passes.overlap import STRETCH, behind, calls_between, is_ahead, mark, reorder, windows
 
 
 def prefetch(gm: fx.GraphModule, inputs: Sequence[Role | None]) -> fx.GraphModule:
@@ -39,6 +39,7 @@ def prefetch(gm: fx.GraphModule, inputs: Sequence[Role | None]) -> fx.GraphModul
     index = {m: i for i, s in enumerate(where) for m in s.members}
     moved: dict[fx.Node, tuple[int, int, int]] = {}
     for rank, g in enumerate(gathers):
+        g.meta[STRETCH] = index[rank], stage[g]
         at = index[rank] - 1 - stage[g]
         key = (where[at].start if at >= 0 else 0, -2, rank)
         todo = [(g, key)]
