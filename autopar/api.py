@@ -42,6 +42,7 @@ def compile(
     options: Mapping[str, float] | None = None,
     dynamic: bool | None = None,
     buckets: Sequence[int] | None = None,
+    bucket_collectives: bool = True,
 ) -> ParallelModule:
     """Makes `model` train on `mesh` as it would on one device.
 
@@ -66,6 +67,8 @@ def compile(
         torch._dynamo.mark_dynamic (whose `max` is the size that is planned for); True: all, from the first call on; False: none, each size has a program.
     buckets: lengths that batches are padded to, behind their last token, such as (512, 1024): for models that have a program for every length. Loss and
         gradients stay what they are; where it is not known how to pad an argument the call is refused.
+    bucket_collectives: whether small gathers of parameters and reductions of gradients that are needed together are joined, as far as the cluster's links make that
+        worth the copies.
     options: of the solver: "seconds" it may take (60), relative "gap" at which it stops (0.01).
 
     Collective: all ranks call it alike, and a rank with other arguments, another model or another program is refused on all. One rank plans.
@@ -83,6 +86,10 @@ def compile(
         raise AutoparError(
             f"dynamic={dynamic!r} is neither None, True nor False", fix="leave it out: sizes that were seen to vary are dynamic then"
         )
+    if not isinstance(bucket_collectives, bool):
+        raise AutoparError(
+            f"bucket_collectives={bucket_collectives!r} is neither True nor False", fix="lengths that batches are padded to are buckets="
+        )
     lengths = checked(buckets)
     if lengths is not None and loss_fn is not None:
         raise AutoparError(
@@ -93,8 +100,9 @@ def compile(
         raise AutoparError("layout= and plan= both say how to split the model", fix="pass one of them, or neither to have it planned")
     request = PlanRequest.of(plan, memory, cluster, options, offload)
     config = Config(
-        loss_fn, inputs, layout, Precision.of(precision), optimizer, grad_accumulation, backend, outputs, request, dynamic, lengths
-    )
+        loss_fn, inputs, layout, Precision.of(precision), optimizer, grad_accumulation, backend, outputs, request, dynamic, lengths,
+        bucket_collectives,
+    )  # fmt: skip
     if mesh is None and request.plan is not None:
         mesh = request.plan.mesh_axes
     module = ParallelModule(model, _device_mesh(mesh), config)

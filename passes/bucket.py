@@ -32,7 +32,7 @@ from torch import fx
 from autopar import _torch
 from autopar.cost import Cost
 from autopar.cost.buckets import JOINED, Limit, joined, limit
-from autopar.graph.calls import collective_of, is_collective, is_wait, nbytes
+from autopar.graph.calls import collective_of, is_collective, nbytes
 from autopar.passes.overlap import MARK, STRETCH, computes, is_ahead, is_behind
 from autopar.passes.partition import Parts
 

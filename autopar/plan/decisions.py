@@ -15,6 +15,8 @@ from autopar.graph.placement import Placement
 from autopar.timeline.profile import Profile
 
 OFFLOAD = "offload:"
+# What `predicted` says of buckets: collectives that are joined, what they become, seconds that this takes off the links.
+BUCKETED = ("bucketed_collectives", "buckets", "bucket_saved_s")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from autopar.graph.placement import Placement
+from autopar.plan.decisions import BUCKETED
 from autopar.text.sizes import format_bytes
 from autopar.text.times import format_time
 
@@ -37,7 +38,7 @@ PREDICTED = {
     "budget_bytes",
     "blocking_collectives",
 }
-PREDICTED |= {f"{stage}_s" for stage in STAGES}
+PREDICTED |= {f"{stage}_s" for stage in STAGES} | {*BUCKETED}
 # What the letters of a rule are called; any other operator's are told as they are.
 LETTERS = {
     "aten.mm": {"m": "tokens", "k": "in", "n": "out"},
@@ -237,6 +238,9 @@ def _collectives(plan: Decisions) -> Iterator[str]:
     yield f"collectives: {sum(c.count for c in plan.collectives if c.kind != 'slice')}{note}"
     for (direction, kind, names), (count, total) in sorted(uses.items()):
         yield f"  {direction:<8} {kind:<15} over {names:<12} {count:>5} x, {format_bytes(total)} sent a rank"
+    members, buckets, saved_s = (plan.predicted.get(k, 0.0) for k in BUCKETED)
+    if members:
+        yield f"  buckets: {members:.0f} collectives in {buckets:.0f}, which takes {format_time(saved_s)} off the links"
 
 
 def _predicted(plan: Decisions) -> Iterator[str]:

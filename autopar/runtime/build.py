@@ -22,6 +22,7 @@ from torch.distributed.tensor import Placement as DPlacement
 
 from autopar import _torch
 from autopar.capture.capture import Call, Captured, NotGeneralError, Shapes, tensor_named
+from autopar.cost import Cost
 from autopar.distributed.agreement import Facts, agreed, from_first, highest
 from autopar.distributed.failures import during
 from autopar.distributed.groups import Groups
@@ -30,7 +31,7 @@ from autopar.errors import AutoparError
 from autopar.graph.graph import Graph, Tensor
 from autopar.graph.placement import Placement
 from autopar.graph.varying import Varying
-from autopar.hardware.cluster import Cluster
+from autopar.hardware.cluster import Cluster, ClusterError
 from autopar.hardware.detect import here
 from autopar.offload import OffloadSettings, close_store, next_number, numbered, open_store
 from autopar.plan.decisions import ParamChoice
@@ -51,6 +52,7 @@ from autopar.runtime.step import Step
 from autopar.solver.fold import Folded
 from autopar.solver.problem import NVME
 from autopar.tensors.memory_format import laid, order_of
+from autopar.text.log import log
 from autopar.text.progress import told
 
 
@@ -69,6 +71,7 @@ class Config:
     request: PlanRequest
     dynamic: bool | None = None
     buckets: tuple[int, ...] | None = None
+    bucket_collectives: bool = True
 
 
 def no_plan() -> AutoparError:
@@ -100,6 +103,7 @@ class Builder:
         self.once = CompileOnce(self.groups.id, self.groups.ranks) if config.backend == "inductor" else None
         self.coordinates: dict[str, torch.Tensor] = {}
         self.opened = ""  # the store of activations that are away
+        self.links = self._links() if config.bucket_collectives and self.mesh.size > 1 else None
 
     def arguments(self) -> tuple[tuple[Layout | None, Cluster | None], Facts]:
         """The hand layout, else what to plan for (neither where a plan is given); and what all ranks must pass alike."""
@@ -111,6 +115,20 @@ class Builder:
         elif layout is None and cluster is None:
             cluster = here(self.device, self.mesh.size)
         return (layout, cluster), self.facts()
+
+    def _links(self) -> Cost | None:
+        """Prices of the cluster this runs on, as the mesh's first rank knows it; None where it is none that there is a description of."""
+
+        def known() -> str:
+            try:
+                cluster = self.cluster or self.config.request.cluster or here(self.device, self.mesh.size)
+            except ClusterError as e:
+                log.info("collectives are not joined: %s", e.what)
+                return ""
+            return cluster.model_dump_json() if cluster.size >= self.mesh.size else ""
+
+        text = from_first(self.groups, known)
+        return Cost(Cluster.model_validate_json(text), self.mesh) if text else None
 
     def facts(self) -> Facts:
         """What must be the same on all ranks before parameters are spread."""
@@ -125,6 +143,7 @@ class Builder:
             "mesh": self.groups.axes, "inputs": c.inputs, "outputs": c.outputs, "layout": c.layout, "precision": c.precision,
             "optimizer": getattr(c.optimizer, "__name__", c.optimizer), "grad_accumulation": c.grad_accumulation, "backend": c.backend,
             "memory": "least" if w.least else w.memory_bytes, "cluster": w.cluster, "options": w.limits, "offload": w.offload,
+            "bucket_collectives": c.bucket_collectives,
         }  # fmt: skip
         return {
             "the model's parameters and buffers": "\n".join(held),
@@ -242,8 +261,9 @@ class Builder:
             self.settle({n: c for n, c in plan.params.items() if n not in fixed})
         with during("compile", ranks):
             settings = Settings(
-                self.device, stored, config.precision.reduce, config.backend, self.once, self.store(plan), window_of(graph, folded.stacks)
-            )
+                self.device, stored, config.precision.reduce, config.backend, self.once, self.links, self.store(plan),
+                window_of(graph, folded.stacks),
+            )  # fmt: skip
             kind = ("train" if self.model.training else "eval") + ("" if grad else "-no-grad")
             with told("forward compiled", tells):
                 if captured.family is None:

@@ -8,7 +8,7 @@
     joint passes  Sharded                           -> Sharded    laid out, equal calls once, nothing dead
     partition     Sharded                           -> Parts      forward and backward apart; what is saved between them, what runs again
     offload       Parts                             -> Parts      what the plan keeps away from the device leaves and comes back
-    overlap       Parts                             -> Parts      parameters gathered ahead of their use, gradients reduced behind it
+    overlap       Parts                             -> Parts      parameters gathered ahead of their use, gradients reduced behind it; small ones together
     generalize    a half, at two sizes              -> General    where sizes vary: one graph for all of them
     lower         a half                            -> Lowered    a callable over flat tensors: eager, or Inductor with each distinct layer once
 
@@ -27,6 +27,7 @@ from torch import nn
 from autopar.capture.capture import Call, Captured, Shapes, capture
 from autopar.capture.describe import describe
 from autopar.capture.randomness import refuse_unknown_random
+from autopar.cost import Cost
 from autopar.distributed.groups import Groups
 from autopar.graph.graph import Graph
 from autopar.graph.varying import Varying
@@ -52,6 +53,8 @@ class Settings:
     reduce: torch.dtype | None
     backend: str
     once: CompileOnce | None
+    # Prices of the cluster whose links say which collectives are joined; None: none are.
+    links: Cost | None = None
     # Where activations are that the plan keeps away from the device (`autopar.offload`), and between which operators they move.
     store: str = ""
     window_of: Mapping[str, int] = field(default_factory=dict)
@@ -109,7 +112,7 @@ def rewritten(
         dump.graph("partition, forward", parts.forward)
         dump.graph("partition, backward", parts.backward)
         parts = offload(parts, s.store, s.window_of, sharded.fake_mode)
-        parts = overlap(parts, groups.prefix)
+        parts = overlap(parts, groups.prefix, s.links)
     dump.graph("overlap, forward", parts.forward)
     dump.graph("overlap, backward", parts.backward)
     log.info("%d collectives, %d values saved for backward", len(sharded.collectives), len(parts.saved))

@@ -17,10 +17,11 @@ from autopar.capture.capture import Captured, Role
 from autopar.distributed.failures import Collective
 from autopar.distributed.groups import Groups
 from autopar.graph.graph import Graph
+from autopar.passes.bucket import bucketed
 from autopar.passes.lay_out import copies
 from autopar.passes.partition import Parts
 from autopar.passes.reductions import only_gradients
-from autopar.plan.decisions import CollectiveUse
+from autopar.plan.decisions import BUCKETED, CollectiveUse
 from autopar.plan.plan import Plan
 from autopar.runtime.dump import Dump
 from autopar.runtime.general import General, Strides
@@ -52,7 +53,7 @@ class Step:
         parts, self.collectives = self.parts(True, False)
         self.base = parts
         self.read_by_backward = frozenset(parts.backward_inputs)
-        self.plan = replace(plan, collectives=self.collectives)
+        self.plan = replace(plan, collectives=self.collectives, predicted=self.predicted(parts))
         places = [n for n in parts.forward.graph.nodes if n.op == "placeholder"]
         self.dtypes = {r: n.meta["val"].dtype for r, n in zip(parts.forward_inputs, places, strict=True)}
         self.strides: list[Strides] = [n.meta["val"].stride() for n in places]
@@ -113,6 +114,14 @@ class Step:
         self, captured: Captured, graph: Graph, plan: Plan, sync: bool, accumulated: bool, dump: Dump
     ) -> tuple[Parts, tuple[CollectiveUse, ...]]:
         return rewritten(captured, graph, plan, self.groups, self.settings, sync, accumulated, dump)
+
+    def predicted(self, parts: Parts) -> dict[str, float]:
+        """What was predicted, with what is known of buckets now that they are made."""
+        cost = self.settings.links
+        if cost is None:
+            return {k: v for k, v in self.plan.predicted.items() if k not in BUCKETED}
+        found = bucketed(parts, self.groups.prefix, cost)
+        return {**self.plan.predicted, **dict(zip(BUCKETED, (found.members, found.buckets, found.saved_s), strict=True))}
 
     def lower(self, gm: Any, saved_strides: Any = None, is_backward: bool = False, mode: Any = None) -> Lowered:
         """mode: of the values recorded in `gm`, where it is not the captured program's."""
