@@ -36,7 +36,7 @@ from autopar.graph.calls import collective_of, is_collective, nbytes
 from autopar.passes.overlap import MARK, STRETCH, computes, is_ahead, is_behind
 from autopar.passes.partition import Parts
 
-MEMBERS = "bucketed"  # meta of a bucket's collective: how many it stands for
+MEMBERS = "bucketed"  # meta of a bucket's collective: the names of those that it stands for
 _aten = torch.ops.aten
 
 
@@ -72,9 +72,9 @@ def bucketed(parts: Parts, prefix: str, cost: Cost) -> Bucketed:
     for gm in (parts.forward, parts.backward):
         for n in gm.graph.nodes if gm is not None else ():
             if MEMBERS in n.meta:
-                members += n.meta[MEMBERS]
+                members += len(n.meta[MEMBERS])
                 buckets += 1
-                saved_s += (n.meta[MEMBERS] - 1) * limit(cost, *collective_of(n, prefix)).alpha_s
+                saved_s += (len(n.meta[MEMBERS]) - 1) * limit(cost, *collective_of(n, prefix)).alpha_s
     return Bucketed(members, buckets, saved_s)
 
 
@@ -135,7 +135,7 @@ class _Joined:
         else:
             packed = self.call(issued, _aten.cat.default, ([self.call(issued, _aten.view.default, (x, [_numel(x)])) for x in sources],))
         issue = self.call(issued, first.target, (packed, *first.args[1:]))
-        issue.meta[STRETCH], issue.meta[MEMBERS] = first.meta[STRETCH], len(self.members)
+        issue.meta[STRETCH], issue.meta[MEMBERS] = first.meta[STRETCH], tuple(n.name for n in self.members)
         whole = self.call(awaited, self.waits[0].target, (issue,))
         if "all_gather" in kind:
             whole = self.call(awaited, _aten.view.default, (whole, [width, _numel(packed)]))

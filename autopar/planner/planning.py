@@ -24,6 +24,7 @@ from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.found import Found, better
 from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.layout import Layout
+from autopar.planner.profiling.buckets import estimated
 from autopar.planner.profiling.profile import profile
 from autopar.planner.refit import modules_of
 from autopar.planner.stages import WORTH, Stages
@@ -216,10 +217,11 @@ def plan_of(step: Step, done: Found, budget_bytes: float) -> Plan:
     assert isinstance(found, Solution)
     plan = apply(folded, done.shrunk, done.rules, step.mesh, step.training, done.problem, done.names, found.decision)
     stages = dict(zip((f"{s}_s" for s in done.problem.stages), found.price.stage_s, strict=True))
+    told = profile(done.formulated, done.problem, found.decision)
     return replace(
         plan,
         layout=plan.layout if step.hand is None else step.hand.name,
-        profile=profile(done.formulated, done.problem, found.decision),
+        profile=told,
         cluster=step.cluster.name,
         modules=modules_of(folded.graph),
         unmet=unmet(folded.graph, plan.kept),
@@ -230,6 +232,7 @@ def plan_of(step: Step, done: Found, budget_bytes: float) -> Plan:
             "peak_memory_bytes": max(found.price.row_bytes),
             "blocking_collectives": blocking(done.problem, done.names, found.decision),
             "budget_bytes": budget_bytes,
+            **estimated(told, done.formulated.cost),
         },
         solver={
             "objective_s": found.objective_s,

@@ -95,16 +95,16 @@ def expand(profile: Profile) -> Timeline:
 def _entries(profile: Profile) -> list[_Entry]:
     out = []
     for i, sample in enumerate(profile.samples):
-        out += [_Entry(_place(profile, sample.at, k), SAMPLE, i, k) for k in range(sample.first, sample.first + sample.times)]
+        out += [_Entry(place(profile, sample.at, k), SAMPLE, i, k) for k in range(sample.first, sample.first + sample.times)]
     for i, call in enumerate(profile.calls):
         for k in range(call.first, call.first + call.times):
-            out.append(_Entry(_place(profile, call.at, k), ISSUE, i, k))
+            out.append(_Entry(place(profile, call.at, k), ISSUE, i, k))
             if call.wait is not None:
-                out.append(_Entry(_place(profile, call.wait, k), WAIT, i, k))
+                out.append(_Entry(place(profile, call.wait, k), WAIT, i, k))
     return sorted(out, key=lambda e: (e.place, e.kind, e.index))
 
 
-def _place(profile: Profile, spot: Spot, copy: int) -> Place:
+def place(profile: Profile, spot: Spot, copy: int) -> Place:
     region = profile.regions[spot.region]
     if not region.stack:
         return spot.region, 0, spot.position, spot.phase, spot.sub

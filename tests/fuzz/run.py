@@ -17,9 +17,11 @@ from torch.utils import _pytree as pytree
 
 import autopar
 from autopar.capture.capture import Call, Captured
+from autopar.cost import Cost
 from autopar.distributed.shards import cut, join
 from autopar.graph.graph import Graph
 from autopar.graph.mesh import Mesh
+from autopar.hardware.cluster import Cluster
 from autopar.kernels.random import EagerRandom
 from autopar.offload import OffloadSettings, close_store, open_store
 from autopar.passes.manager import overlap
@@ -187,7 +189,8 @@ def _ranks(sim: Simulated, model: nn.Module, tensors: list[torch.Tensor]) -> Res
     """The step on all ranks, put together."""
     mesh, n, captured = sim.mesh, sim.mesh.size, sim.captured
     at = [mesh.coordinates(r) for r in range(n)]
-    sim.parts = overlap(sim.parts, "sim")
+    # Links so slow that all there is to join is joined.
+    sim.parts = overlap(sim.parts, "sim", Cost(Cluster.of(f"cpu:1x{n}"), mesh))
     params, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers(remove_duplicate=False))
     values = sim.values(params, buffers, tuple(t.detach() for t in tensors), SEED)
     for x, r in zip(captured.gm.graph.nodes, captured.inputs, strict=False):

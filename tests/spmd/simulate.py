@@ -159,13 +159,15 @@ def prepare(model: nn.Module, kwargs: dict[str, Any], loss_fn: Any = None, grad:
     return Prepared(model, captured, describe(captured), call.tensors)
 
 
-def simulated(p: Prepared, mesh_axes: dict[str, int], layout: str | Layout | Plan, fuses: bool = True) -> Simulated:
-    """Must run inside `fake_world` of the mesh's size."""
+def simulated(
+    p: Prepared, mesh_axes: dict[str, int], layout: str | Layout | Plan, fuses: bool = True, reduce: torch.dtype | None = None
+) -> Simulated:
+    """Must run inside `fake_world` of the mesh's size. reduce: the dtype that gradients are reduced in."""
     mesh = Mesh.of(mesh_axes)
     trainable = frozenset(n for n, q in p.model.named_parameters() if q.requires_grad)
     plan = layout if isinstance(layout, Plan) else propagate(p.graph, Layout.of(layout, mesh), mesh_axes, trainable)
     storage = {n: q.dtype for n, q in p.model.named_parameters()}
-    sharded = run_passes(shard(p.captured, p.graph, plan, Options(torch.device("cpu"), storage, "sim")), "sim", joint_passes(fuses))
+    sharded = run_passes(shard(p.captured, p.graph, plan, Options(torch.device("cpu"), storage, "sim", reduce)), "sim", joint_passes(fuses))
     for axes in group_names(sharded.gm, "sim"):
         for ranks in mesh.groups(axes):
             group = dist.new_group(ranks)
