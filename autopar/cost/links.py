@@ -10,6 +10,7 @@ steps of the algorithm and the bytes over the busiest link:
     send, to the next stage    the slowest hop:                                V / NIC, or V / NVLink where no hop leaves a node
 
     steps      a ring passes W - 1 times, n - 1 of them between nodes; an all-reduce goes round twice; all-to-all has a message for every partner
+    scatters   where the library's reduce-scatter is an all-reduce inside (`Cluster.scatters_whole`) it is priced as one: twice the bytes, twice the steps
     trees      an all-reduce of little goes up and down binary trees instead: 2 (log2 m + log2 n) steps, and all of the tensor in each direction
 
 NVLink and NIC are what is reached of a device's share; only where fewer devices of a node send at a time than share its cards does one get more. Where
@@ -59,6 +60,8 @@ def collective(cluster: Cluster, mesh: Mesh, kind: str, axes: tuple[str, ...], w
     if cluster.curves and (curves := _of_kind(cluster, kind, w, m)):
         extra_s = _steps_s(cluster, kind, w, m) - _steps_s(cluster, kind, curves[-1].ranks, m) if w > curves[-1].ranks else 0.0
         return CollectiveCost(link, _measured(curves, w, wire_bytes) + extra_s, _measured(curves, w, 0.0) + extra_s)
+    if kind == "reduce_scatter" and cluster.scatters_whole:
+        kind, wire_bytes = "all_reduce", 2 * wire_bytes
     latency_s = cluster.intra.latency_s if m == w else cluster.inter.latency_s
     seconds = _steps_s(cluster, kind, w, m) + _bytes_s(cluster, mesh, kind, axes, w, m, wire_bytes)
     if kind == "all_reduce" and (cluster.intra.step_s or cluster.inter.step_s):

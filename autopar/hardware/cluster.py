@@ -38,7 +38,8 @@ class Cluster(Model):
 
     intra: inside a node (NVLink, NVSwitch); inter: a device's share of the network cards; host: between device and host memory (PCIe), each way;
     host_memory_bytes: of a whole node. contention: what compute loses while a collective runs beside it, as a share of the collective's time: 0 where
-    links work by themselves, 1 where the cores that compute also copy. curves: measured collectives, which replace what the links say of
+    links work by themselves, 1 where the cores that compute also copy. scatters_whole: a reduce-scatter is an all-reduce of which a rank keeps its part, as in gloo,
+    so that it takes as long. curves: measured collectives, which replace what the links say of
     their kinds. sources, or `source` in one text: where the figures are from; uncertainties: of those that were fitted here.
     """
 
@@ -52,6 +53,7 @@ class Cluster(Model):
     host_memory_bytes: Amount
     nvme: Nvme | None = None
     contention: Annotated[float, Field(ge=0, le=1)] = 0.0
+    scatters_whole: bool = False
     curves: Rows[CollectiveCurve] = ()
     source: str = ""
     sources: Rows[Source] = ()

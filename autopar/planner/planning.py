@@ -230,7 +230,7 @@ def plan_of(step: Step, done: Found, budget_bytes: float) -> Plan:
             **stages,
             **figures(folded, step.mesh, step.cluster, done.problem, found.decision, found.objective_s),
             "peak_memory_bytes": max(found.price.row_bytes),
-            "blocking_collectives": blocking(done.problem, done.names, found.decision),
+            "blocking_collectives": blocking(done.problem, done.names, found.decision, done.formulated.wires),
             "budget_bytes": budget_bytes,
             **estimated(told, done.formulated.cost),
         },

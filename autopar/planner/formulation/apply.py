@@ -11,6 +11,7 @@ from autopar.plan.decisions import CollectiveUse, OpChoice, ParamChoice
 from autopar.plan.plan import Plan
 from autopar.planner.formulation.names import Names
 from autopar.planner.formulation.training import TrainingConfig
+from autopar.planner.formulation.wires import Wire
 from autopar.planner.storage import batch_placements, representable
 from autopar.rules.grammar import Rule
 from autopar.solver.fold import Folded
@@ -110,12 +111,12 @@ def _collectives(problem: Problem, names: Names, decision: Decision) -> tuple[Co
     return tuple(out)
 
 
-def blocking(problem: Problem, names: Names, decision: Decision) -> int:
-    """How many collectives compute waits for: those that are charged to it. (Those of parameters and gradients overlap.)"""
+def blocking(problem: Problem, names: Names, decision: Decision, wires: Mapping[str, Wire]) -> int:
+    """How many collectives compute waits for: all but those of parameters and gradients, which overlap whatever compute loses beside them."""
     found = 0
     for v, _, arc in used_arcs(problem, decision):
         waits = sum(t for account, t in arc.times.items() if problem.accounts[account].resource == "compute")
-        if waits and 2 * waits >= (1 - 1e-9) * sum(arc.times.values()):  # all of its time, not only what compute loses beside it
+        if waits and not wires[problem.values[v].name].overlaps:
             found += names.symmetry.count(problem.values[v].name) * sum(s.kind != "slice" for s in names.steps(v, arc))
     return found
 

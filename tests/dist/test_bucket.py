@@ -1,0 +1,91 @@
+"""Buckets on gloo processes: training with small collectives joined is training on one device, compiled and eager, in all variants of backward."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers as T
+
+import autopar
+from autopar.errors import AutoparError
+from tests.dist.launch import run
+from tests.wide import cases
+
+STEPS = 3
+
+
+def build() -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = T.LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=32, attn_implementation="sdpa",
+    )  # fmt: skip
+    model: torch.nn.Module = T.LlamaForCausalLM(config)
+    return model
+
+
+def train(model: Any, lengths: tuple[int, ...], unreduced: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Two calls a step, the first of them under no_sync where `unreduced`."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        for half in range(2):
+            ids = torch.randint(1, 96, (6, lengths[step % len(lengths)]), generator=torch.Generator().manual_seed(2 * step + half))
+            quiet = unreduced and half == 0 and hasattr(model, "no_sync")
+            with model.no_sync() if quiet else contextlib.nullcontext():
+                loss = model(input_ids=ids, labels=ids).loss
+                loss.backward()
+            losses.append(float(loss))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in model.named_parameters()}
+    return losses, {n: p.detach().clone() for n, p in whole.items()}
+
+
+def trained(layout: str | None, backend: str, lengths: tuple[int, ...], unreduced: bool, options: dict[str, Any]) -> Any:
+    model = autopar.compile(build(), (dist.get_world_size(),), layout=layout, backend=backend, **options)
+    losses, params = train(model, lengths, unreduced)
+    return losses, params, model.plan.predicted.get("bucketed_collectives", 0.0), model.plan.text()
+
+
+PROGRAMS = [
+    (3, "fsdp", "aot_eager", (16,), True, {}),  # 32 and 96 rows on three ranks: padded
+    (2, "ddp", "inductor", (16,), True, {}),
+    (2, "fsdp", "inductor", (16,), False, {"grad_accumulation": 2}),
+    (2, "fsdp", "aot_eager", (16, 12, 9), False, {"dynamic": True}),
+]
+
+
+@pytest.mark.parametrize(("n", "layout", "backend", "lengths", "unreduced", "options"), cases(PROGRAMS, [PROGRAMS[0], PROGRAMS[2]]))
+def test_one_device(n: int, layout: str | None, backend: str, lengths: tuple[int, ...], unreduced: bool, options: dict[str, Any]) -> None:
+    want, params = train(build(), lengths, False)
+    for losses, got, joined, said in run(trained, n, layout, backend, lengths, unreduced, options):
+        assert losses == pytest.approx(want, rel=2e-5)
+        for name, p in params.items():
+            torch.testing.assert_close(got[name], p, rtol=1e-4, atol=2e-6)
+        assert joined > 4 and f"buckets: {joined:.0f} collectives in " in said
+
+
+def reduced_in_half(on: bool) -> Any:
+    precision = autopar.Precision(param=torch.bfloat16, reduce=torch.bfloat16)
+    model = autopar.compile(build(), (2,), layout="fsdp", backend="aot_eager", precision=precision, bucket_collectives=on)
+    return *train(model, (16,), False), "buckets:" in model.plan.text()
+
+
+def test_switched_off_and_in_half_precision() -> None:
+    """Two ranks' sums do not depend on what else is in a collective: to the bit."""
+    (losses, params, said), (single, alone, nothing) = (run(reduced_in_half, 2, on)[0] for on in (True, False))
+    assert said and not nothing
+    assert losses == single
+    for name in params:
+        assert torch.equal(params[name], alone[name]), name
+
+
+def test_refused() -> None:
+    with pytest.raises(AutoparError, match="neither True nor False"):
+        autopar.compile(build(), (1,), bucket_collectives=[512])  # type: ignore[arg-type]
