@@ -41,7 +41,8 @@ class PlanDocument(Document):
     batch_ways: int = Field(description="devices that the batch is split over")
     predicted: dict[str, float] = Field(
         description="step_time_s, forward_s, backward_s, optimizer_s, exposed_s (what communication adds), tokens_per_s or samples_per_s, mfu, peak_memory_bytes, "
-        "budget_bytes, blocking_collectives: those that are known"
+        "budget_bytes, blocking_collectives, bucketed_collectives (that are joined with others), buckets (that they become), bucket_saved_s (which the links do not take for it; "
+        "the step's predicted time has them by themselves): those that are known"
     )
     solver: dict[str, str | float | int] = Field(description="objective_s, bound_s, gap, stopped_by, seconds, variables, rows, capture")
     fallbacks: dict[str, int] = Field(description="operators without a rule, which all ranks repeat, and how many there are")
