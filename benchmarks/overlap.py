@@ -66,14 +66,13 @@ class Case:
 
     loss: Callable[[], Any]
     optimizer: Any
-    joined: dict[str, float]
+    joined: str
 
 
 def case(name: str, a: argparse.Namespace, mesh: Any, local: Any) -> Case:
     import torch
 
     import autopar
-    from autopar.plan.decisions import BUCKETED
 
     compiled = a.backend == "inductor"
     if name.startswith("torch"):
@@ -87,7 +86,7 @@ def case(name: str, a: argparse.Namespace, mesh: Any, local: Any) -> Case:
                 fully_shard(layer, mesh=mesh)
             fully_shard(model, mesh=mesh)
         run = torch.compile(model) if compiled else model
-        joined: dict[str, float] = {}
+        joined = ""
     else:
         layout = name.split()[0]
         model = autopar.compile(
@@ -95,7 +94,7 @@ def case(name: str, a: argparse.Namespace, mesh: Any, local: Any) -> Case:
             bucket_collectives=not name.endswith("single"), example_inputs={"input_ids": local, "labels": local},
         )  # fmt: skip
         run = model
-        joined = {k: model.plan.predicted[k] for k in BUCKETED if k in model.plan.predicted}
+        joined = str(model.plan.solver.get("buckets", ""))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     return Case(lambda: run(input_ids=local, labels=local).loss, optimizer, joined)
 

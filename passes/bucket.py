@@ -35,6 +35,7 @@ from autopar.cost.buckets import JOINED, Limit, joined, limit
 from autopar.graph.calls import collective_of, is_collective, nbytes
 from autopar.passes.overlap import MARK, STRETCH, computes, is_ahead, is_behind
 from autopar.passes.partition import Parts
+from autopar.plan.text import buckets as said
 
 MEMBERS = "bucketed"  # meta of a bucket's collective: the names of those that it stands for
 _aten = torch.ops.aten
@@ -47,6 +48,10 @@ class Bucketed:
     members: int
     buckets: int
     saved_s: float
+
+    def __str__(self) -> str:
+        """For people; nothing where there are none."""
+        return said(self.members, self.buckets, self.saved_s)
 
 
 def bucket(gm: fx.GraphModule, prefix: str, cost: Cost) -> fx.GraphModule:

@@ -1,4 +1,4 @@
-"""Which collectives of a backward graph do nothing but reduce a gradient: what follows from them is one gradient, and no product.
+"""Which collectives of a backward graph do nothing but reduce a gradient: what follows from them is one gradient (of a bucket, one for each member), and no product.
 
 For messages alone: the graph is the same either way.
 """
@@ -9,6 +9,7 @@ from torch import fx
 
 from autopar import _torch
 from autopar.graph.calls import is_collective
+from autopar.passes.bucket import MEMBERS
 
 _PRODUCTS = ("mm", "conv", "attention", "embedding")
 
@@ -29,4 +30,4 @@ def _one_gradient(n: fx.Node) -> bool:
         todo += new
     if any(part in str(u.target) for u in after for part in _PRODUCTS):
         return False
-    return sum(given in after for given in _torch.results_of(n.graph)) == 1
+    return sum(given in after for given in _torch.results_of(n.graph)) == len(n.meta.get(MEMBERS, (n,)))

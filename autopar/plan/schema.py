@@ -225,8 +225,9 @@ class _Interned(Generic[T]):
 
 
 def is_timing(key: str) -> bool:
-    """Whether a solver entry tells how planning went (how long it took, what was captured): it may differ for the same plan."""
-    return key in ("seconds", "capture") or key.endswith("_seconds")
+    """Whether a solver entry tells how planning went, or what became of the plan (how long it took, what was captured, which collectives were joined): it may differ for
+    the same plan."""
+    return key in ("seconds", "capture", "buckets") or key.endswith("_seconds")
 
 
 def _file(plan: Decisions) -> FileModel:

@@ -238,9 +238,14 @@ def _collectives(plan: Decisions) -> Iterator[str]:
     yield f"collectives: {sum(c.count for c in plan.collectives if c.kind != 'slice')}{note}"
     for (direction, kind, names), (count, total) in sorted(uses.items()):
         yield f"  {direction:<8} {kind:<15} over {names:<12} {count:>5} x, {format_bytes(total)} sent a rank"
-    members, buckets, saved_s = (plan.predicted.get(k, 0.0) for k in BUCKETED)
-    if members:
-        yield f"  buckets: {members:.0f} collectives in {buckets:.0f}, which takes {format_time(saved_s)} off the links"
+    # What they became where the plan was compiled, else what is expected of them.
+    if said := plan.solver.get("buckets", buckets(*(plan.predicted.get(k, 0.0) for k in BUCKETED))):
+        yield f"  buckets: {said}"
+
+
+def buckets(members: float, made: float, saved_s: float) -> str:
+    """members: collectives that are joined; made: what they become; saved_s: that this takes off the links. Nothing where there are none."""
+    return f"{members:.0f} collectives in {made:.0f}, which takes {format_time(saved_s)} off the links" if members else ""
 
 
 def _predicted(plan: Decisions) -> Iterator[str]:

@@ -53,7 +53,7 @@ class Step:
         parts, self.collectives = self.parts(True, False)
         self.base = parts
         self.read_by_backward = frozenset(parts.backward_inputs)
-        self.plan = replace(plan, collectives=self.collectives, predicted=self.predicted(parts))
+        self.plan = replace(plan, collectives=self.collectives, solver=self.told(parts))
         places = [n for n in parts.forward.graph.nodes if n.op == "placeholder"]
         self.dtypes = {r: n.meta["val"].dtype for r, n in zip(parts.forward_inputs, places, strict=True)}
         self.strides: list[Strides] = [n.meta["val"].stride() for n in places]
@@ -115,13 +115,12 @@ class Step:
     ) -> tuple[Parts, tuple[CollectiveUse, ...]]:
         return rewritten(captured, graph, plan, self.groups, self.settings, sync, accumulated, dump)
 
-    def predicted(self, parts: Parts) -> dict[str, float]:
-        """What was predicted, with what is known of buckets now that they are made."""
-        cost = self.settings.links
-        if cost is None:
-            return {k: v for k, v in self.plan.predicted.items() if k not in BUCKETED}
-        found = bucketed(parts, self.groups.prefix, cost)
-        return {**self.plan.predicted, **dict(zip(BUCKETED, (found.members, found.buckets, found.saved_s), strict=True))}
+    def told(self, parts: Parts) -> dict[str, str | float | int]:
+        """What the plan's solver says, with what became of buckets on this cluster."""
+        cost, solver = self.settings.links, self.plan.solver
+        if cost is None and not any(k in self.plan.predicted for k in BUCKETED):
+            return solver
+        return {**solver, "buckets": "" if cost is None else str(bucketed(parts, self.groups.prefix, cost))}
 
     def lower(self, gm: Any, saved_strides: Any = None, is_backward: bool = False, mode: Any = None) -> Lowered:
         """mode: of the values recorded in `gm`, where it is not the captured program's."""

@@ -226,3 +226,18 @@ def test_monotone_in_ranks_at_fixed_members_on_a_node(c: Cluster, kind: str, mem
 def test_monotone_in_ranks_inside_a_node(c: Cluster, kind: str, nbytes: float) -> None:
     times = [seconds(c, {"x": w}, kind, ("x",), wire(kind, w, nbytes)) for w in (1, 2, 3, 4, 5, 6, 8)]
     assert all(a <= b * (1 + 1e-12) for a, b in pairwise(times))
+
+
+def test_a_reduce_scatter_that_is_an_all_reduce_inside() -> None:
+    """Twice the bytes of a ring's, twice its steps; of nothing else, and not where it was measured."""
+    ring = stepping(h100(4), 1e-6, 5e-6)
+    whole = ring.model_copy(update={"scatters_whole": True})
+    for parents in (("tp",), ("dp",), ("dp", "tp")):
+        sizes = {"dp": 4, "tp": 8}
+        assert seconds(whole, sizes, "reduce_scatter", parents) == seconds(ring, sizes, "all_reduce", parents, 2 * V)
+        for kind in ("all_gather", "all_reduce", "all_to_all"):
+            assert seconds(whole, sizes, kind, parents) == seconds(ring, sizes, kind, parents)
+    curve = CollectiveCurve(kind="reduce_scatter", ranks=8, amounts=(1e3, 1e9), seconds=(1e-3, 1.0))
+    measured = whole.model_copy(update={"curves": (curve,)})
+    assert seconds(measured, {"tp": 8}, "reduce_scatter", ("tp",), 1e9) == 1.0
+    assert Cluster.of("cpu:1x2").scatters_whole and not ring.scatters_whole
