@@ -391,8 +391,34 @@ nodes that have their experts, and weights are gathered inside of nodes alone; w
 {origin(results, "experts")}"""
 
 
+def overlap(results: dict[str, Result]) -> str:
+    r = results["overlap"]
+    s = r["setting"]
+    alpha_us, mega = map(float, s["link"].split(","))
+    rows = [
+        [n, f"{c['collectives']['median']:.0f}", *(f"{1e3 * c[k]['median']:,.0f} ms" for k in ("step_s", "busy_s", "exposed_s"))]
+        for n, c in r["cases"].items()
+    ]
+    ratios = [[f"{x['of']} / {x['to']}", f"{x['median']:.3f}", f"{x['low']:.3f} to {x['high']:.3f}"] for x in r["ratios"]]
+    how = "call by call, torch's too" if s["backend"] != "inductor" else "compiled by Inductor"
+    return f"""## Buckets over a slow link
+
+Training steps of a Llama of {s["layers"]} layers and width {s["width"]} on {s["processes"]} processes, {how}. gloo moves the data, and a collective is complete when a link of
+{alpha_us / 1e3:g} ms and {mega:g} MB/s would have carried it, which takes no core: so what overlaps is seen, though all processes share this machine's cores. "single" is without
+buckets. Waiting is what a step stood still for; DDP's reducer waits elsewhere.
+
+{table(["case", "collectives", "step", "link busy", "waiting"], rows)}
+
+Cases took turns; a ratio is of two steps of one turn, its median over {s["rounds"]} turns with the interval that holds it at 95 %. Other work ran on the machine meanwhile, so only
+ratios say something. gloo was later than the link by {share(r["late_s"] / r["busy_s"])} of the time that the link was busy.
+
+{table(["steps", "median ratio", "interval"], ratios)}
+
+{origin(results, "overlap")}"""
+
+
 SECTIONS: tuple[Callable[[dict[str, Result]], str], ...] = (
-    one_curve, published, steps, equal_memory, equal_memory_measured, offloaded, planning, restructured, layouts, building, lengths, experts, image_steps,
+    one_curve, published, steps, equal_memory, equal_memory_measured, offloaded, planning, restructured, layouts, building, overlap, lengths, experts, image_steps,
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import dataclasses
 from autopar.graph.placement import Placement
 from autopar.plan.decisions import CollectiveUse, OpChoice, ParamChoice
 from autopar.plan.plan import Plan
-from autopar.plan.schema import dumps
+from autopar.plan.schema import canonical, dumps
 
 MESH = {"dp": 4, "tp": 2}
 AXES = ("dp.0", "dp.1", "tp")
@@ -81,6 +81,22 @@ def test_text() -> None:
         "solver: within 0.40% of the bound, stopped by gap",
         "capture: folded from captures of 2 and 3 layers",
     ]  # fmt: skip
+
+
+def test_text_of_buckets() -> None:
+    """What is expected, until the plan was compiled and they are known; the same plan either way."""
+    expected = dataclasses.replace(plan(), predicted={"bucketed_collectives": 12.0, "buckets": 3.0, "bucket_saved_s": 0.009})
+    compiled = dataclasses.replace(expected, solver={"buckets": "6 collectives in 2, which takes 4.000 ms off the links"})
+    off = dataclasses.replace(expected, solver={"buckets": ""})
+    said = [[line for line in p.text().splitlines() if "buckets" in line] for p in (plan(), expected, compiled, off)]
+    assert said == [
+        [],
+        ["  buckets: 12 collectives in 3, which takes 9.000 ms off the links"],
+        ["  buckets: 6 collectives in 2, which takes 4.000 ms off the links"],
+        [],
+    ]
+    assert canonical(dataclasses.replace(compiled, solver={})) == canonical(dataclasses.replace(expected, solver={})) == canonical(compiled)
+    assert Plan.loads(dumps(compiled)).text() == compiled.text()
 
 
 def test_text_is_the_files() -> None:
