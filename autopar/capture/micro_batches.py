@@ -6,15 +6,16 @@ before the first micro-batch runs (`WholeValues`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from autopar import _torch
-from autopar.capture.capture import Captured, Role
+from autopar.capture.capture import Captured, Role, Shapes
 from autopar.capture.describe import describe, getattr_value, tensor_name
 from autopar.capture.samples import NLL, Edits, MicroBatchError, separated
 
@@ -189,6 +190,39 @@ def _node(x: Any) -> fx.Node:
     return x
 
 
-def cut_shapes(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], batch: int, samples: int) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    """Shapes of a call of `batch` samples, of which it has `samples`."""
-    return tuple(((samples, *s[1:]) if s and s[0] == batch else s, d) for s, d in shapes)
+@dataclass(frozen=True)
+class WholeBatch:
+    """A call that is run in parts. shapes: of its tensors; of: its samples; parts: into how many they came split."""
+
+    shapes: Shapes
+    of: int
+    parts: int
+    _captured: list[Captured] = field(default_factory=list, compare=False, repr=False)
+
+    def samples(self, shapes: Shapes) -> int:
+        """How many samples a call of `shapes` has of it."""
+        return next(s[0] for (s, _), (w, _) in zip(shapes, self.shapes, strict=True) if w and w[0] == self.of)
+
+    def cut(self, samples: int) -> Shapes:
+        """Shapes of a call of so many samples."""
+        return tuple(((samples, *s[1:]) if s and s[0] == self.of else s, d) for s, d in self.shapes)
+
+    def part(self, captured: Captured, whole: Callable[[Shapes], Captured]) -> Captured:
+        """`captured`, of a call of fewer samples, such that those of all parts add up. whole: captures a call of the whole batch."""
+        if not self._captured:
+            self._captured.append(whole(self.shapes))
+        return micro_batched(captured, self._captured[0], self.samples(captured.input_shapes), self.of, self.parts)
+
+
+def samples_of(batch: int, micro_batches: int, ranks: int) -> list[int]:
+    """Samples of each micro-batch: the same of all where that can be, else of sizes that differ by as few as `ranks` allow to share them evenly.
+
+    Raises MicroBatchError where there are fewer samples than micro-batches."""
+    if micro_batches > batch:
+        raise MicroBatchError(f"{batch} samples do not make {micro_batches} micro-batches", fix=f"pass micro_batches={batch} at most, or larger batches")
+    if batch % micro_batches == 0:
+        return [batch // micro_batches] * micro_batches
+    common = math.gcd(batch, ranks)
+    unit = max(u for u in range(1, common + 1) if common % u == 0 and batch // u >= micro_batches)
+    each, more = divmod(batch // unit, micro_batches)
+    return [(each + 1) * unit] * more + [each * unit] * (micro_batches - more)

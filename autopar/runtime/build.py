@@ -22,6 +22,7 @@ from torch.distributed.tensor import Placement as DPlacement
 
 from autopar import _torch
 from autopar.capture.capture import Call, Captured, NotGeneralError, Shapes, tensor_named
+from autopar.capture.micro_batches import WholeBatch
 from autopar.distributed.agreement import Facts, agreed, from_first, highest
 from autopar.distributed.failures import during
 from autopar.distributed.groups import Groups
@@ -69,6 +70,7 @@ class Config:
     request: PlanRequest
     dynamic: bool | None = None
     buckets: tuple[int, ...] | None = None
+    micro_batches: int | str | None = None
 
 
 def no_plan() -> AutoparError:
@@ -99,6 +101,9 @@ class Builder:
         self.planned = self.layout is not None
         self.once = CompileOnce(self.groups.id, self.groups.ranks) if config.backend == "inductor" else None
         self.coordinates: dict[str, torch.Tensor] = {}
+        # Of a training call; 0 until it is chosen ("auto").
+        chosen = config.micro_batches or (given.micro_batches if given is not None else 1)
+        self.micro_batches = chosen if isinstance(chosen, int) else 0
         self.opened = ""  # the store of activations that are away
 
     def arguments(self) -> tuple[tuple[Layout | None, Cluster | None], Facts]:
@@ -123,7 +128,7 @@ class Builder:
         ]
         said = {
             "mesh": self.groups.axes, "inputs": c.inputs, "outputs": c.outputs, "layout": c.layout, "precision": c.precision,
-            "optimizer": getattr(c.optimizer, "__name__", c.optimizer), "grad_accumulation": c.grad_accumulation, "backend": c.backend,
+            "optimizer": getattr(c.optimizer, "__name__", c.optimizer), "grad_accumulation": c.grad_accumulation, "micro_batches": c.micro_batches, "backend": c.backend,
             "memory": "least" if w.least else w.memory_bytes, "cluster": w.cluster, "options": w.limits, "offload": w.offload,
         }  # fmt: skip
         return {
@@ -198,17 +203,18 @@ class Builder:
         autocast: torch.dtype | None,
         loss_only: bool,
         varying: tuple[Varying, ...] = (),
+        batch: WholeBatch | None = None,
     ) -> Step:
         """Captures and lowers one kind of call; the first one with a backward makes the plan that the others follow.
 
-        varying: sizes of it that the step shall be for all of; NotGeneralError where there is none for them."""
+        batch: that the call is a micro-batch of. varying: sizes of it that the step shall be for all of; NotGeneralError where there is none for them."""
         config = self.config
 
         def seen_here() -> tuple[Seen, Facts]:
             found = seen(
                 self.model, call, shapes,
                 loss_fn=config.loss_fn, loss_only=loss_only, grad=grad,
-                cast=config.precision.param, autocast=autocast, varying=varying,
+                cast=config.precision.param, autocast=autocast, varying=varying, batch=batch,
             )  # fmt: skip
             program = "\n".join(f"{count} x {line}" for line, count in found.folded.lines)
             # A plan names operators, so their names must be the same as well.
@@ -235,6 +241,8 @@ class Builder:
                 plan = self.make_plan(folded, stored, trainable)
         else:
             plan = propagate(graph, self.layout or self.following, self.groups.axes, trainable, fixed)
+        if batch is not None:
+            plan = replace(plan, micro_batches=self.micro_batches).answering_as(plan)
         if captured.family is not None:
             made_for = "; ".join(v.said(call.paths) for v in captured.family.varying)
             plan = replace(plan, solver={**plan.solver, "sizes": made_for})
@@ -279,7 +287,7 @@ class Builder:
         request, c = self.config.request, self.config
 
         budget_bytes = request.memory_bytes or (self.cluster.device.usable_bytes if self.cluster else math.inf)
-        s = training_config(stored, trainable, c.precision.reduce, c.optimizer, budget_bytes, c.grad_accumulation)
+        s = training_config(stored, trainable, c.precision.reduce, c.optimizer, budget_bytes, c.grad_accumulation, self.micro_batches)
         s = replace(s, fuses=c.backend == "inductor")
         if self.cluster is not None:
             s = Offload.of(request.offload, self.cluster).within(s, self.cluster)

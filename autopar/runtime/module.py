@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, overload
 
 import torch
@@ -25,6 +26,7 @@ from autopar import _torch
 from autopar._torch import stepping
 from autopar.capture.capture import LOSS, Call, NotGeneralError, Role, Shapes, off_cache, tensor_named
 from autopar.capture.effects import refuse_global_hooks, set_flags
+from autopar.capture.micro_batches import WholeBatch
 from autopar.checkpoint.adapters import has_adapters, load_adapters, save_adapters
 from autopar.checkpoint.ranks import together
 from autopar.checkpoint.safetensors import load_safetensors, save_safetensors
@@ -40,6 +42,7 @@ from autopar.runtime.copies import copied
 from autopar.runtime.eager_calls import is_method_of, run_whole
 from autopar.runtime.gradients import GradSync
 from autopar.runtime.hooks import refuse_unfit_hooks
+from autopar.runtime.micro_batches import MicroBatches, not_kept
 from autopar.runtime.optimizers import watch
 from autopar.runtime.outputs import LossOutput, NotComputedError, OutputGiver
 from autopar.runtime.programs import FIXED, Counts, Program, Programs
@@ -92,6 +95,7 @@ class ParallelModule(nn.Module):
         self._outputs = OutputGiver(self._builder.groups, self._reader, self._builder.device)
         self._touched: set[bool] = set()  # in training (True), in evaluation (False): outputs besides the loss were asked for
         self._sync = GradSync(config.grad_accumulation)
+        self._micro = MicroBatches()
         self._seed: int | None = None
         self._calls = 0
         watch(self, config.optimizer)
@@ -107,14 +111,24 @@ class ParallelModule(nn.Module):
         if self._buckets is not None:
             args, (kwargs, lengths) = (), self._buckets.padded(args, kwargs)
         call = Call.of(args, kwargs)
-        step = self._step_for(call, self._needs_grad(call))
-        tensors = Tensors.of(self)
-        with during("forward: local inputs", self._builder.groups.ranks):
-            values = self._values(step, call, tensors)
-        run, outputs = self._run(step, values, call, tensors)
-        if step.captured.notes.sets:
-            set_flags(self.__dict__["_wrapped"], step.captured.notes)
+        number = self._number(call)
+        if number > 1:
+            with during("forward: local inputs", self._builder.groups.ranks):
+                run, tensors = self._micro.runs(self, call, number)
+            outputs = Apply.apply(run, len(tensors.trained), *tensors.trained.values())
+        else:
+            step = self._step_for(call, self._needs_grad(call))
+            tensors = Tensors.of(self)
+            with during("forward: local inputs", self._builder.groups.ranks):
+                values = self._values(step, call, tensors)
+            run, outputs = self._run(step, values, call, tensors)
+        if run.step.captured.notes.sets:
+            set_flags(self.__dict__["_wrapped"], run.step.captured.notes)
         return self._pack(run, outputs, lengths)
+
+    def _number(self, call: Call) -> int:
+        """Of micro-batches that `call` is run as. Evaluation is run whole."""
+        return self._builder.micro_batches if self.training and self._needs_grad(call) else 1
 
     def _run(
         self, step: Step, values: dict[Role, torch.Tensor], call: Call, tensors: Tensors, again: bool = False
@@ -128,7 +142,8 @@ class ParallelModule(nn.Module):
         with torch.no_grad():
             return run, run.forward()
 
-    def _step_for(self, call: Call, grad: bool) -> Step:
+    def _step_for(self, call: Call, grad: bool, batch: WholeBatch | None = None) -> Step:
+        """batch: that the call is a micro-batch of."""
         stepping.leave()
         version = self._state.now()
         self._check_hooks(version)
@@ -139,20 +154,23 @@ class ParallelModule(nn.Module):
         formats = tuple((t.requires_grad, order_of(t)) for t in call.tensors)
         loss_only = self._config.outputs == "loss" and self.training not in self._touched
         constants = _hashable(call.constants)
-        kind = (self.training, grad, autocast, call.spec, constants, formats, loss_only)
+        loss_only = loss_only or batch is not None
+        part = None if batch is None else (batch.of, batch.parts)
+        kind = (self.training, grad, autocast, call.spec, constants, formats, loss_only, part)
         step = self._held(kind, shapes, version)
         with during("comparing the batches of the ranks", self._builder.groups.ranks):
-            self._reader.check_same(call, shapes, force=step is None)
+            if batch is None:  # of which the whole has been compared
+                self._reader.check_same(call, shapes, force=step is None)
         if step is not None:
             return step
         was_planned = self._builder.planned
         content = dict(self._state.content)
         seen = self._programs.seen(call, constants)
         while True:
-            general = self._programs.may_generalize(kind)
+            general = batch is None and self._programs.may_generalize(kind)
             varying = seen.varying(call, shapes, self._builder.batch_ranks, was_planned) if general else ()
             try:
-                made = self._builder.build(call, shapes, grad, autocast, loss_only, varying)
+                made = self._builder.build(call, shapes, grad, autocast, loss_only, varying, batch)
             except NotGeneralError as e:
                 seen.refused(e.what)
                 continue
@@ -201,9 +219,15 @@ class ParallelModule(nn.Module):
         return found.at(shapes)
 
     def _values(
-        self, step: Step, call: Call, tensors: Tensors | None = None, counters: Callable[[], torch.Tensor] | None = None
+        self,
+        step: Step,
+        call: Call,
+        tensors: Tensors | None = None,
+        counters: Callable[[], torch.Tensor] | None = None,
+        given: Mapping[Role, torch.Tensor] = MappingProxyType({}),
     ) -> dict[Role, torch.Tensor]:
-        """A local tensor for every role of the step's graph inputs but tangents. counters: of random operators, by default those of a new call."""
+        """A local tensor for every role of the step's graph inputs but tangents. counters: of random operators, by default those of a new call; given: values of the
+        batch that the call is a part of."""
         values: dict[Role, torch.Tensor] = {}
         tensors = tensors or Tensors.of(self)
         params, buffers = tensors.params, tensors.buffers
@@ -216,6 +240,8 @@ class ParallelModule(nn.Module):
                 values[role] = self._builder.coordinate(role.name)
             elif role.kind == "seed":
                 values[role] = (counters or self._counters)()
+            elif role in given:
+                values[role] = given[role]
         for a in self._builder.mesh.axes:
             values.setdefault(Role("coordinate", a.name), self._builder.coordinate(a.name))
         for i, (t, p) in enumerate(zip(call.tensors, step.plan.inputs, strict=True)):
@@ -250,7 +276,8 @@ class ParallelModule(nn.Module):
         leaves = [captured.constants.get(i, o) for i, o in enumerate(outputs)]
         result = _torch.pytree.tree_unflatten(leaves, captured.out_spec)
         if captured.loss_only:
-            return result[LOSS] if self._config.loss_fn is not None else LossOutput(result[LOSS], self._rest(run, lengths))
+            rest = self._rest(run, lengths) if captured.samples is None else not_kept(self._builder.micro_batches)
+            return result[LOSS] if self._config.loss_fn is not None else LossOutput(result[LOSS], rest)
         return cut_padding(result, lengths) if lengths else result
 
     def _rest(self, run: Run, lengths: Lengths) -> Callable[[], Any]:
@@ -287,7 +314,8 @@ class ParallelModule(nn.Module):
         if self._buckets is not None:
             args, (kwargs, _) = (), self._buckets.padded(args, kwargs)
         call = Call.of(args, kwargs)
-        return self._step_for(call, self._needs_grad(call))
+        number = self._number(call)
+        return self._step_for(call, self._needs_grad(call)) if number == 1 else self._micro.steps(self, call, number)[2][-1]
 
     def _needs_grad(self, call: Call) -> bool:
         """Also where only inputs want gradients: a frozen or parameterless model."""

@@ -26,6 +26,7 @@ from torch import nn
 
 from autopar.capture.capture import Call, Captured, Shapes, capture
 from autopar.capture.describe import describe
+from autopar.capture.micro_batches import WholeBatch
 from autopar.capture.randomness import refuse_unknown_random
 from autopar.distributed.groups import Groups
 from autopar.graph.graph import Graph
@@ -77,12 +78,19 @@ def seen(
     cast: torch.dtype | None,
     autocast: torch.dtype | None,
     varying: tuple[Varying, ...] = (),
+    batch: WholeBatch | None = None,
 ) -> Seen:
-    """See `autopar.capture.capture.capture` for the arguments."""
-    with timed("capture"):
-        captured = capture(
+    """See `autopar.capture.capture.capture` for the arguments. batch: that the call is a micro-batch of."""
+
+    def captured_at(shapes: Shapes) -> Captured:
+        return capture(
             model, call, shapes, loss_fn=loss_fn, loss_only=loss_only, grad=grad, cast=cast, autocast=autocast, varying=varying
         )
+
+    with timed("capture"):
+        captured = captured_at(shapes)
+        if batch is not None:
+            captured = batch.part(captured, captured_at)
         graph = describe(captured)
         refuse_unknown_random(captured.gm)
     with timed("fold"):
