@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from autopar import _torch
+from autopar.capture.batch_sizes import at_batch, other_size
 from autopar.capture.capture import Captured, Role, Shapes
 from autopar.capture.describe import describe, getattr_value, tensor_name
 from autopar.capture.samples import NLL, Edits, MicroBatchError, separated
@@ -207,11 +208,17 @@ class WholeBatch:
         """Shapes of a call of so many samples."""
         return tuple(((samples, *s[1:]) if s and s[0] == self.of else s, d) for s, d in self.shapes)
 
-    def part(self, captured: Captured, whole: Callable[[Shapes], Captured]) -> Captured:
-        """`captured`, of a call of fewer samples, such that those of all parts add up. whole: captures a call of the whole batch."""
+    def part(self, samples: int, captured: Callable[[Shapes], Captured]) -> Captured:
+        """The program of a micro-batch of so many samples. captured: the call at the given shapes; it is captured at two sizes, whatever the micro-batches."""
         if not self._captured:
-            self._captured.append(whole(self.shapes))
-        return micro_batched(captured, self._captured[0], self.samples(captured.input_shapes), self.of, self.parts)
+            self._captured.extend((captured(self.shapes), captured(self.cut(other_size(self.of)))))
+        whole, few = self._captured
+        gm = at_batch(few.gm, whole.gm, other_size(self.of), self.of, samples, mode := _torch.new_fake_mode())
+        if gm is None:
+            part = captured(self.cut(samples))
+        else:
+            part = replace(few, gm=gm, fake_mode=mode, input_shapes=self.cut(samples))
+        return micro_batched(part, whole, samples, self.of, self.parts)
 
 
 def samples_of(batch: int, micro_batches: int, ranks: int) -> list[int]:

@@ -88,9 +88,7 @@ def seen(
         )
 
     with timed("capture"):
-        captured = captured_at(shapes)
-        if batch is not None:
-            captured = batch.part(captured, captured_at)
+        captured = captured_at(shapes) if batch is None else batch.part(batch.samples(shapes), captured_at)
         graph = describe(captured)
         refuse_unknown_random(captured.gm)
     with timed("fold"):
