@@ -32,7 +32,11 @@ def at_batch(few: fx.GraphModule, many: fx.GraphModule, n: int, m: int, samples:
         if isinstance(v, fx.Node):
             return env[v]
         if isinstance(v, (list, tuple)) and isinstance(w, (list, tuple)) and len(v) == len(w):
-            return type(v)(argument(x, y) for x, y in zip(v, w, strict=True)) if type(v) in (list, tuple) else [argument(x, y) for x, y in zip(v, w, strict=True)]
+            return (
+                type(v)(argument(x, y) for x, y in zip(v, w, strict=True))
+                if type(v) in (list, tuple)
+                else [argument(x, y) for x, y in zip(v, w, strict=True)]
+            )
         if isinstance(v, dict):
             return {k: argument(x, w[k]) for k, x in v.items()}
         found = number(v, w)
@@ -82,4 +86,3 @@ class _NotProportionalError(Exception):
 def other_size(samples: int) -> int:
     """A size that a batch of `samples` is captured at besides its own: torch makes a program of one sample a special case."""
     return 2 if samples != 2 else 3
-

@@ -170,9 +170,7 @@ class WholeValues:
                 else:
                     assert callable(n.target)
                     env[n] = n.target(*map(here, n.args), **{k: here(v) for k, v in n.kwargs.items()})
-            return [
-                self.weights(self.losses[w.op], env) if w.op else env[n] for w, n in zip(self.edits.wholes, self.wanted, strict=True)
-            ]
+            return [self.weights(self.losses[w.op], env) if w.op else env[n] for w, n in zip(self.edits.wholes, self.wanted, strict=True)]
 
     def weights(self, loss: fx.Node, env: Mapping[fx.Node, Any]) -> torch.Tensor:
         """1 / sum of the weights of labels: 1 each, or that of its class; ignored ones count nothing."""
@@ -208,10 +206,17 @@ class WholeBatch:
         """Shapes of a call of so many samples."""
         return tuple(((samples, *s[1:]) if s and s[0] == self.of else s, d) for s, d in self.shapes)
 
+    def alone(self, captured: Callable[[Shapes], Captured]) -> Captured:
+        """The program of the whole batch."""
+        if not self._captured:
+            self._captured.append(captured(self.shapes))
+        return self._captured[0]
+
     def part(self, samples: int, captured: Callable[[Shapes], Captured]) -> Captured:
         """The program of a micro-batch of so many samples. captured: the call at the given shapes; it is captured at two sizes, whatever the micro-batches."""
-        if not self._captured:
-            self._captured.extend((captured(self.shapes), captured(self.cut(other_size(self.of)))))
+        self.alone(captured)
+        if len(self._captured) < 2:
+            self._captured.append(captured(self.cut(other_size(self.of))))
         whole, few = self._captured
         gm = at_batch(few.gm, whole.gm, other_size(self.of), self.of, samples, mode := _torch.new_fake_mode())
         if gm is None:
@@ -226,7 +231,9 @@ def samples_of(batch: int, micro_batches: int, ranks: int) -> list[int]:
 
     Raises MicroBatchError where there are fewer samples than micro-batches."""
     if micro_batches > batch:
-        raise MicroBatchError(f"{batch} samples do not make {micro_batches} micro-batches", fix=f"pass micro_batches={batch} at most, or larger batches")
+        raise MicroBatchError(
+            f"{batch} samples do not make {micro_batches} micro-batches", fix=f"pass micro_batches={batch} at most, or larger batches"
+        )
     if batch % micro_batches == 0:
         return [batch // micro_batches] * micro_batches
     common = math.gcd(batch, ranks)

@@ -179,7 +179,9 @@ class _Separation:
     def op(self, op: Op, mine: Op) -> None:
         numbers = list(_differing(op.args, mine.args, self.name_of)) + list(_differing(op.kwargs, mine.kwargs, self.name_of))
         if None in numbers:
-            raise MicroBatchError(f"{op.target} has other operands in a batch of {self.n} than in {self.b} samples of it", where=_where(op), fix=_fix())
+            raise MicroBatchError(
+                f"{op.target} has other operands in a batch of {self.n} than in {self.b} samples of it", where=_where(op), fix=_fix()
+            )
         scalars = [x for x in numbers if x != "size"]
         if scalars and op.target in ARITHMETIC:
             self.edits.numbers[mine.name] = op
@@ -246,7 +248,13 @@ class _Separation:
             numbers = [d for d in dims if self.states[indices[d].name].numbers]
             samples = {self.broadcast_at(indices[d], shape) for d in dims} - {None}
             own = self.states[x.name]
-            if len(numbers) == 1 and len(samples) == 1 and own.kind == "split" and own.at == (numbers[0], 1) and x.shape[numbers[0]] == self.n:
+            if (
+                len(numbers) == 1
+                and len(samples) == 1
+                and own.kind == "split"
+                and own.at == (numbers[0], 1)
+                and x.shape[numbers[0]] == self.n
+            ):
                 (k,) = samples
                 assert k is not None
                 at_result = [i for i, d in enumerate(order) if d is None][k], 1
@@ -328,7 +336,7 @@ class _Separation:
     def labelled(self, op: Op, mine: Op, rule: Rule, states: list[At]) -> list[At | None]:
         """nll_loss and its backward."""
         back = op.target in NLL_BACK
-        scores, targets, weight = (op.args[1:4] if back else op.args[:3])
+        scores, targets, weight = op.args[1:4] if back else op.args[:3]
         reduction = op.args[4] if back else op.args[3]
         of = {t.name: self.states[t.name] for t in op.inputs}
         if of[scores.name].kind == "free" and of[targets.name].kind == "free":
@@ -379,7 +387,9 @@ class _Separation:
 
 
 def _fix(more: str = "") -> str:
-    often = "leave micro_batches= out, or call the model with smaller batches and pass grad_accumulation= (its loss is then the mean of theirs)"
+    often = (
+        "leave micro_batches= out, or call the model with smaller batches and pass grad_accumulation= (its loss is then the mean of theirs)"
+    )
     return f"{more}; or {often}" if more else often
 
 

@@ -37,7 +37,12 @@ class Parted(Caller, Protocol):
 
     def _step_for(self, call: Call, grad: bool, batch: WholeBatch | None = None) -> Step: ...
     def _values(
-        self, step: Step, call: Call, tensors: Tensors | None = None, counters: Counters | None = None, given: Mapping[Role, torch.Tensor] = ...
+        self,
+        step: Step,
+        call: Call,
+        tensors: Tensors | None = None,
+        counters: Counters | None = None,
+        given: Mapping[Role, torch.Tensor] = ...,
     ) -> dict[Role, torch.Tensor]: ...
     def _counters(self, of: int | None = None) -> torch.Tensor: ...
 
@@ -101,7 +106,9 @@ def cut(call: Call, shapes: Shapes, number: int, ranks: int, local: bool, parts:
     for name, t in zip(call.paths, call.tensors, strict=True):
         if isinstance(t, DTensor) or t.requires_grad:
             what = "is a DTensor" if isinstance(t, DTensor) else "wants a gradient"
-            raise InputError(f"input {name} {what}, and a batch with such an input is not run as micro-batches", fix="leave micro_batches= out")
+            raise InputError(
+                f"input {name} {what}, and a batch with such an input is not run as micro-batches", fix="leave micro_batches= out"
+            )
     mine = batch_size(tuple(Tensor("", tuple(t.shape), "") for t in call.tensors))
     if not mine:
         raise MicroBatchError("there is no batch to be run in parts: no input has a dim", fix="leave micro_batches= out")
@@ -225,8 +232,8 @@ def checked(number: object, outputs: str, has_layout: bool, given: int | None) -
         )
     if given is not None and given != number:
         raise AutoparError(
-            f"the plan is for {given} micro-batches, and micro_batches={number} is passed", fix="leave micro_batches= out, or make a plan with it"
+            f"the plan is for {given} micro-batches, and micro_batches={number} is passed",
+            fix="leave micro_batches= out, or make a plan with it",
         )
     assert isinstance(number, (int, str))
     return number
-

@@ -83,9 +83,7 @@ def seen(
     """See `autopar.capture.capture.capture` for the arguments. batch: that the call is a micro-batch of."""
 
     def captured_at(shapes: Shapes) -> Captured:
-        return capture(
-            model, call, shapes, loss_fn=loss_fn, loss_only=loss_only, grad=grad, cast=cast, autocast=autocast, varying=varying
-        )
+        return capture(model, call, shapes, loss_fn=loss_fn, loss_only=loss_only, grad=grad, cast=cast, autocast=autocast, varying=varying)
 
     with timed("capture"):
         captured = captured_at(shapes) if batch is None else batch.part(batch.samples(shapes), captured_at)

@@ -48,7 +48,9 @@ class Local:
     outputs: tuple[Placement | None, ...]
     coordinate: Callable[[str], torch.Tensor]  # axis -> 0-d int64 tensor
     group: Callable[[tuple[str, ...]], str]  # axes (mesh order) -> name of the process group over them
-    seed: Callable[[], torch.Tensor]  # 1-d int64 tensor (seed, step): the counters of random ops; of a micro-batch (seed, step, its first sample)
+    seed: Callable[
+        [], torch.Tensor
+    ]  # 1-d int64 tensor (seed, step): the counters of random ops; of a micro-batch (seed, step, its first sample)
     op_index: int = 0
     part: Part | None = None
 

@@ -8,8 +8,8 @@ import torch
 from torch import fx
 
 from autopar import _torch
-from autopar.graph.graph import Op, Tensor
 from autopar.capture.micro_batches import Samples
+from autopar.graph.graph import Op, Tensor
 from autopar.passes import local
 from autopar.passes.demands import ORDERS, captured_orders, is_foreign, orders
 from autopar.passes.lay_out import COPIED, copying
