@@ -277,7 +277,7 @@ class _Separation:
         (only, *others) = found
         if only is None or others:
             raise self.mixes(op)
-        letter, stride = only
+        letter = only[0]
         factor = rule.factors[letter]
         if not factor.split or (factor.index and rule.kind != "random") or letter in rule.pairs:
             raise self.mixes(op)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from autopar.cli.options import AsJson, Batch, Computed, Devices, Model, Sequence, writable
-from autopar.cli.planned import Accumulation, Axes, Gap, Hand, Layers, Offloaded, Optimizer, Step
+from autopar.cli.planned import Accumulation, Axes, Gap, Hand, Layers, Micro, Offloaded, Optimizer, Step
 from autopar.errors import AutoparError
 
 
