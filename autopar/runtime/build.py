@@ -11,7 +11,7 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -38,8 +38,11 @@ from autopar.plan.decisions import ParamChoice
 from autopar.plan.plan import Plan
 from autopar.plan.schema import canonical, dumps
 from autopar.planner.formulation.overlap_windows import window_of
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.layout import Layout
+from autopar.planner.micro_batches import fastest, of_the_call
 from autopar.planner.offload import Offload
+from autopar.planner.planning import least_of
 from autopar.planner.precision import Precision
 from autopar.planner.propagate import propagate
 from autopar.planner.request import PlanRequest, asked, following, make_plan, refuse_other_mesh, training_config
@@ -104,6 +107,7 @@ class Builder:
         # Of a training call; 0 until it is chosen ("auto").
         chosen = config.micro_batches or (given.micro_batches if given is not None else 1)
         self.micro_batches = chosen if isinstance(chosen, int) else 0
+        self.chosen: Plan | None = None  # of as many as were chosen, until it is used
         self.opened = ""  # the store of activations that are away
 
     def arguments(self) -> tuple[tuple[Layout | None, Cluster | None], Facts]:
@@ -209,36 +213,16 @@ class Builder:
 
         batch: that the call is a micro-batch of. varying: sizes of it that the step shall be for all of; NotGeneralError where there is none for them."""
         config = self.config
-
-        def seen_here() -> tuple[Seen, Facts]:
-            found = seen(
-                self.model, call, shapes,
-                loss_fn=config.loss_fn, loss_only=loss_only, grad=grad,
-                cast=config.precision.param, autocast=autocast, varying=varying, batch=batch,
-            )  # fmt: skip
-            program = "\n".join(f"{count} x {line}" for line, count in found.folded.lines)
-            # A plan names operators, so their names must be the same as well.
-            return found, {"the program": program, "its operators": "\n".join(o.name for o in found.graph.ops)}
-
-        ranks = self.groups.ranks
-        tells = self.groups.rank == 0
-        with during("capture", ranks), told("captured", tells):
-            program = agreed(self.groups, seen_here)
+        ranks, tells = self.groups.ranks, self.groups.rank == 0
+        program = self.seen(call, shapes, grad, autocast, loss_only, varying, batch)
         captured, graph, folded = program.captured, program.graph, program.folded
-        params = dict(self.model.named_parameters(remove_duplicate=False))
-        for n, p in params.items():
-            if not isinstance(p, DTensor):
-                raise AutoparError(
-                    f"parameter {n!r} came to the model after autopar.compile, so it is on no mesh",
-                    fix="change the model first, then call autopar.compile",
-                )
-        stored = {n: params[n].dtype for n in graph.params}
-        trainable = frozenset(n for n in graph.params if params[n].requires_grad)
+        stored, trainable = self.parameters(graph)
         fixed = self.plan.params if self.plan and self.planned else {}
         decides = not self.planned and any(o.direction == "backward" for o in graph.ops)
         if decides:
             with during("planning", ranks):
-                plan = self.make_plan(folded, stored, trainable)
+                plan = self.chosen or self.make_plan(folded, stored, trainable)
+                self.chosen = None
         else:
             plan = propagate(graph, self.layout or self.following, self.groups.axes, trainable, fixed)
         if batch is not None:
@@ -265,6 +249,64 @@ class Builder:
         self.planned = self.planned or decides
         return step
 
+    def seen(
+        self,
+        call: Call,
+        shapes: Shapes,
+        grad: bool,
+        autocast: torch.dtype | None,
+        loss_only: bool,
+        varying: tuple[Varying, ...] = (),
+        batch: WholeBatch | None = None,
+    ) -> Seen:
+        """What the model computes of such a call: the same program on all ranks."""
+        config = self.config
+
+        def seen_here() -> tuple[Seen, Facts]:
+            found = seen(
+                self.model, call, shapes,
+                loss_fn=config.loss_fn, loss_only=loss_only, grad=grad,
+                cast=config.precision.param, autocast=autocast, varying=varying, batch=batch,
+            )  # fmt: skip
+            program = "\n".join(f"{count} x {line}" for line, count in found.folded.lines)
+            # A plan names operators, so their names must be the same as well.
+            return found, {"the program": program, "its operators": "\n".join(o.name for o in found.graph.ops)}
+
+        with during("capture", self.groups.ranks), told("captured", self.groups.rank == 0):
+            return agreed(self.groups, seen_here)
+
+    def parameters(self, graph: Graph) -> tuple[dict[str, torch.dtype], frozenset[str]]:
+        """Of those that a program reads the dtypes, and which are trained."""
+        params = dict(self.model.named_parameters(remove_duplicate=False))
+        for n, p in params.items():
+            if not isinstance(p, DTensor):
+                raise AutoparError(
+                    f"parameter {n!r} came to the model after autopar.compile, so it is on no mesh",
+                    fix="change the model first, then call autopar.compile",
+                )
+        return {n: params[n].dtype for n in graph.params}, frozenset(n for n in graph.params if params[n].requires_grad)
+
+    def choose(self, numbers: Sequence[int], task: Callable[[int], Seen]) -> None:
+        """Plans each of these numbers of micro-batches for the call whose program `task` captures, and takes what is fastest. Collective."""
+        assert self.cluster is not None
+        cluster = self.cluster
+
+        def least_s(m: int, found: Seen) -> float:
+            self.micro_batches = m
+            return m * least_of(found.folded, self.groups.axes, cluster, self.training(*self.parameters(found.graph)))
+
+        def planned(m: int, found: Seen) -> Plan:
+            self.micro_batches = m
+            with during("planning", self.groups.ranks):
+                return self.make_plan(found.folded, *self.parameters(found.graph))
+
+        try:
+            self.chosen, best = fastest(numbers, task, least_s, planned)
+            self.micro_batches = best.number
+        except BaseException:
+            self.micro_batches = 0
+            raise
+
     def _general(self, captured: Captured, graph: Graph, plan: Plan, settings: Settings, kind: str) -> Step:
         """A step for all sizes of some dims; NotGeneralError says why there is none."""
         try:
@@ -284,17 +326,20 @@ class Builder:
 
     def make_plan(self, folded: Folded, stored: dict[str, torch.dtype], trainable: frozenset[str]) -> Plan:
         """One rank plans, all apply what it says."""
-        request, c = self.config.request, self.config
+        request, axes = self.config.request, self.groups.axes
+        s = self.training(stored, trainable)
+        made = Plan.loads(from_first(self.groups, lambda: dumps(make_plan(request, self.cluster, folded, axes, s))))
+        if request.plan is not None or self.cluster is None:
+            return made
+        return of_the_call(asked(made, request, self.cluster, folded, axes, s), self.micro_batches)
 
+    def training(self, stored: dict[str, torch.dtype], trainable: frozenset[str]) -> TrainingConfig:
+        """What a plan depends on besides the program."""
+        request, c = self.config.request, self.config
         budget_bytes = request.memory_bytes or (self.cluster.device.usable_bytes if self.cluster else math.inf)
         s = training_config(stored, trainable, c.precision.reduce, c.optimizer, budget_bytes, c.grad_accumulation, self.micro_batches)
         s = replace(s, fuses=c.backend == "inductor")
-        if self.cluster is not None:
-            s = Offload.of(request.offload, self.cluster).within(s, self.cluster)
-        plan = Plan.loads(from_first(self.groups, lambda: dumps(make_plan(request, self.cluster, folded, self.groups.axes, s))))
-        if request.plan is not None or self.cluster is None:
-            return plan
-        return asked(plan, request, self.cluster, folded, self.groups.axes, s)
+        return s if self.cluster is None else Offload.of(request.offload, self.cluster).within(s, self.cluster)
 
     def store(self, plan: Plan) -> str:
         """The name of the place that keeps activations for this model, opened when a plan first wants one; "" where none does."""

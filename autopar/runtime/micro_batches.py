@@ -22,8 +22,11 @@ from autopar.capture.micro_batches import WHOLE, MicroBatchError, Samples, Whole
 from autopar.distributed.failures import begin, shared
 from autopar.errors import AutoparError, InputError
 from autopar.graph.graph import Tensor
+from autopar.planner.micro_batches import AUTO, candidates
+from autopar.planner.micro_batches import checked as checked_number
 from autopar.planner.storage import batch_size
 from autopar.runtime.outputs import NotComputedError
+from autopar.runtime.pipeline import Seen
 from autopar.runtime.run import Caller, Run, Tensors
 from autopar.runtime.step import Step
 
@@ -73,6 +76,21 @@ class MicroBatches:
             if size not in found:
                 found[size] = module._step_for(part.call, True, batch)
         return batch, parts, [found[reader.global_shapes(part.call)] for part in parts]
+
+    def choose(self, module: Parted, call: Call, autocast: torch.dtype | None) -> None:
+        """As many as is fastest, by the planner. Collective."""
+        reader, builder = module._reader, module._builder
+        shapes, local = reader.global_shapes(call), reader.mode == "local"
+        reader.check_same(call, shapes)
+        whole: list[WholeBatch] = []
+
+        def task(m: int) -> Seen:
+            batch, parts = cut(call, shapes, m, builder.mesh.size, local, reader.parts)
+            whole.append(batch)
+            return builder.seen(call, reader.global_shapes(parts[0].call), True, autocast, True, (), None if m == 1 else whole[0])
+
+        mine = batch_size(tuple(Tensor("", tuple(t.shape), "") for t in call.tensors))
+        builder.choose(candidates(mine or 1), task)
 
     def runs(self, module: Parted, call: Call, number: int) -> tuple[Run, Tensors]:
         """The run of `call` as so many micro-batches."""
@@ -219,21 +237,19 @@ def checked(number: object, outputs: str, has_layout: bool, given: int | None) -
     """`micro_batches=` of autopar.compile. given: of the plan that is passed, if any."""
     if number is None:
         return None
-    if number != "auto" and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-        raise AutoparError(f"micro_batches={number!r} is no number of micro-batches", fix='pass 1 or more, or "auto" to have it planned')
-    if number == "auto" and (has_layout or given is not None):
+    found = checked_number(number)
+    if found == AUTO and (has_layout or given is not None):
         raise AutoparError(
             'micro_batches="auto" is a question to the planner, and layout= or plan= leave it nothing to plan',
             fix="pass a number, or leave layout= and plan= out",
         )
-    if number not in (1, None) and outputs == "all":
+    if found != 1 and outputs == "all":
         raise AutoparError(
             'outputs="all" asks for all that the model returns, and micro-batches give their loss alone', fix="leave one of the two out"
         )
-    if given is not None and given != number:
+    if given is not None and given != found:
         raise AutoparError(
             f"the plan is for {given} micro-batches, and micro_batches={number} is passed",
             fix="leave micro_batches= out, or make a plan with it",
         )
-    assert isinstance(number, (int, str))
-    return number
+    return found

@@ -8,7 +8,6 @@ optimizer built earlier keeps working.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import os
 import sys
@@ -37,6 +36,7 @@ from autopar.plan.plan import Plan
 from autopar.runtime.buckets import Buckets, Lengths
 from autopar.runtime.buckets import cut as cut_padding
 from autopar.runtime.build import Builder, Config, no_plan
+from autopar.runtime.calls import hashable, signed
 from autopar.runtime.check import FirstStep, asked
 from autopar.runtime.copies import copied
 from autopar.runtime.eager_calls import is_method_of, run_whole
@@ -100,7 +100,7 @@ class ParallelModule(nn.Module):
         self._calls = 0
         watch(self, config.optimizer)
         if config.loss_fn is None:
-            self.__dict__["forward"] = _signed(self.forward, model.forward)
+            self.__dict__["forward"] = signed(self.forward, model.forward)
         self.__dict__["_made"] = True  # from here on, attributes are the model's
 
     # ---- the call --------------------------------------------------------------------------------------------
@@ -128,7 +128,16 @@ class ParallelModule(nn.Module):
 
     def _number(self, call: Call) -> int:
         """Of micro-batches that `call` is run as. Evaluation is run whole."""
-        return self._builder.micro_batches if self.training and self._needs_grad(call) else 1
+        if not self.training or not self._needs_grad(call):
+            return 1
+        if not self._builder.micro_batches:
+            self._micro.choose(self, call, self._autocast())
+        return self._builder.micro_batches
+
+    def _autocast(self) -> torch.dtype | None:
+        """Of the surrounding torch.autocast, if one is on."""
+        device = self._builder.device.type
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
     def _run(
         self, step: Step, values: dict[Role, torch.Tensor], call: Call, tensors: Tensors, again: bool = False
@@ -149,11 +158,11 @@ class ParallelModule(nn.Module):
         self._check_hooks(version)
         refuse_global_hooks()
         self._builder.groups.bind()
-        autocast = torch.get_autocast_dtype(self._builder.device.type) if torch.is_autocast_enabled(self._builder.device.type) else None
+        autocast = self._autocast()
         shapes = self._reader.global_shapes(call)
         formats = tuple((t.requires_grad, order_of(t)) for t in call.tensors)
         loss_only = self._config.outputs == "loss" and self.training not in self._touched
-        constants = _hashable(call.constants)
+        constants = hashable(call.constants)
         loss_only = loss_only or batch is not None
         part = None if batch is None else (batch.of, batch.parts)
         kind = (self.training, grad, autocast, call.spec, constants, formats, loss_only, part)
@@ -491,26 +500,3 @@ class ParallelModule(nn.Module):
             refuse_unfit_hooks(m, name or type(self.__dict__["_wrapped"]).__name__)
         refuse_unfit_hooks(self, type(self.__dict__["_wrapped"]).__name__)
         self._checked = version
-
-
-def _signed(forward: Callable[..., object], like: Callable[..., object]) -> Callable[..., object]:
-    """`forward` with the signature of `like`, by which libraries choose what they pass."""
-
-    def signed(*args: object, **kwargs: object) -> object:
-        return forward(*args, **kwargs)
-
-    signed.__name__, signed.__doc__ = "forward", like.__doc__
-    with contextlib.suppress(TypeError, ValueError):
-        vars(signed)["__signature__"] = inspect.signature(like)
-    return signed
-
-
-def _hashable(constants: tuple[Any, ...]) -> tuple[Any, ...]:
-    out = []
-    for c in constants:
-        try:
-            hash(c)
-            out.append(c)
-        except TypeError:
-            out.append(repr(c))
-    return tuple(out)
