@@ -8,7 +8,7 @@ the gradients of its parameters are sums; gradients are checked like the loss, f
 What is a sum but for a number is made one:
 
     a mean over samples      sum_i x_i / B = sum_j (b_j / B) mean_j                                         times the share b_j / B
-    what no sample is in     r = sum_j (b_j / B) r, beside a sum                                            times the share
+    what no sample is in     r = sum_j (b_j / B) r, beside a sum (a number, too)                            times the share
     a number with B in it    x / B                                                                          the whole batch's number
     nll_loss(mean)           sum_i w_i x_i / sum_i w_i, w_i = weight of i's label, 0 if it is ignored       sum / weights of the whole batch
     a count of labels        a sum of data alone, read as it is nowhere but in the whole                    the whole batch's value
@@ -27,6 +27,7 @@ from autopar.graph.graph import Graph, Op, Tensor
 from autopar.rules import lookup
 from autopar.rules.grammar import Rule
 from autopar.rules.index import layout as index_layout
+from autopar.rules.letters import is_float
 from autopar.rules.loss import MEAN
 from autopar.rules.strategy import letter_at, placements
 
@@ -46,6 +47,7 @@ NLL_BACK = ("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default"
 # Of these the numbers are factors or summands of the operands, so that the whole batch's do for a part of it.
 ARITHMETIC = frozenset(f"aten.{op}.{kind}" for op in ("add", "sub", "rsub", "mul", "div") for kind in ("Tensor", "Scalar"))
 ADDS = ("aten.add.Tensor", "aten.sub.Tensor")
+SHIFTS = (*ADDS, "aten.add.Scalar", "aten.sub.Scalar", "aten.rsub.Scalar")
 # What they give depends on their operand's shape and dtype alone.
 LIKE = ("aten.full_like.default", "aten.ones_like.default", "aten.empty_like.default")
 COUNTS = ("aten.arange.default", "aten.arange.start", "aten.arange.start_step")
@@ -315,6 +317,13 @@ class _Separation:
             zero = frozenset(i for i, t in enumerate(op.inputs) if t.name in self.zeros)
             if which in rule.linear or (zero and which | zero in rule.linear):
                 return [None if t is None else At("sum") for t in op.outputs]
+            if op.target in SHIFTS and len(states) == 1 and isinstance(op.args[1], (int, float)):
+                if op.args[1] != 0:
+                    if not is_float(op.out):
+                        raise self.mixes(op)
+                    share = op.args[1] * self.b / self.n
+                    self.edits.numbers[mine.name] = replace(op, args=(op.args[0], share, *op.args[2:]))
+                return [At("sum")]
             if op.target in ADDS and len(states) == 2:
                 (other,) = (i for i in range(2) if i not in which)
                 self.edits.shares.append((mine.inputs[other].name, mine.name))
