@@ -179,7 +179,9 @@ class _Separation:
         self.states[t.name], self.name_of[t.name] = state, u.name
 
     def op(self, op: Op, mine: Op) -> None:
-        numbers = list(_differing(op.args, mine.args, self.name_of)) + list(_differing(op.kwargs, mine.kwargs, self.name_of))
+        theirs = [*op.args, *(op.kwargs[k] for k in sorted(op.kwargs))], [*mine.args, *(mine.kwargs[k] for k in sorted(mine.kwargs))]
+        pairs = zip(*theirs, strict=True) if len(theirs[0]) == len(theirs[1]) else [(op.args, None)]
+        numbers = [kind for a, b in pairs for kind in _differing(a, b, self.name_of)]
         if None in numbers:
             raise MicroBatchError(
                 f"{op.target} has other operands in a batch of {self.n} than in {self.b} samples of it", where=_where(op), fix=_fix()
@@ -420,15 +422,12 @@ def _is_factory(op: Op) -> bool:
 
 
 def _differing(a: Any, b: Any, names: dict[str, str]) -> Iterator[str | None]:
-    """Of two calls' arguments what differs: "size" for numbers in a list, "number" for others, None for what must not."""
+    """Of two calls' argument what differs: "size" for numbers in a list, "number" for another, None for what must not."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         if not (isinstance(a, Tensor) and isinstance(b, Tensor) and names.get(a.name) == b.name):
             yield None
     elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         for x, y in zip(a, b, strict=True) if len(a) == len(b) else ((a, None),):
             yield from ("size" if kind == "number" else kind for kind in _differing(x, y, names))
-    elif isinstance(a, dict) and isinstance(b, dict):
-        for k in a:
-            yield from _differing(a[k], b.get(k), names)
     elif a != b:
         yield "number" if isinstance(a, (int, float)) and isinstance(b, (int, float)) and not isinstance(a, bool) else None

@@ -1,6 +1,6 @@
 """A call run as micro-batches is the call on one device: its loss, every gradient, three steps of AdamW.
 
-    python -m tests.dist.test_micro_batches --processes 2
+python -m tests.dist.test_micro_batches --processes 2
 """
 
 from __future__ import annotations
@@ -65,7 +65,15 @@ def _built(name: str) -> tuple[nn.Module, dict[str, Any]]:
     return ZOO[name].build(2).train(), ZOO[name].inputs(BATCH, SEQ)
 
 
-def _trained(name: str, number: int | str | None, layout: str | None, local: bool = False, steps: int = 3, scale: float = 1.0, backend: str = "aot_eager") -> float:
+def _trained(
+    name: str,
+    number: int | str | None,
+    layout: str | None,
+    local: bool = False,
+    steps: int = 3,
+    scale: float = 1.0,
+    backend: str = "aot_eager",
+) -> float:
     """Trains compiled and on one device; the largest difference of losses, gradients and parameters, as a share of each tensor's largest element."""
     reference, batch = _built(name)
     model = copy.deepcopy(reference)
@@ -104,14 +112,10 @@ def _trained(name: str, number: int | str | None, layout: str | None, local: boo
 
 Case = tuple[str, int | str | None, str | None, bool]
 CASES: list[Case] = [
-    ("llama", 2, "fsdp", False),
-    ("llama", 3, "ddp", False),
-    ("llama", 4, "fsdp", True),
-    ("gpt2", 2, "fsdp", True),
-    ("gpt2", 3, "fsdp", False),
-    ("gpt2", 2, None, False),
+    ("llama", 3, "fsdp", False),
+    ("llama", 2, None, True),
+    ("gpt2", 2, "ddp", True),
     ("mlp", 3, "ddp", False),
-    ("mlp", 8, "fsdp", False),
     ("mlp", "auto", None, False),
     ("masked", 4, "fsdp", True),
     ("lora", 2, "fsdp", False),
@@ -119,6 +123,7 @@ CASES: list[Case] = [
 MORE: list[Case] = [
     *((name, m, layout, False) for name in ("llama", "gpt2", "bert", "t5", "mixtral") for m in (1, 2, 3) for layout in ("fsdp", "ddp", None)),
     *((name, m, "fsdp", True) for name in ("llama", "gpt2", "bert", "masked") for m in (2, 3)),
+    *((name, m, layout, False) for name in ("mlp", "masked", "lora") for m in (2, 3, 8) for layout in ("fsdp", None)),
 ]  # fmt: skip
 
 
@@ -128,12 +133,12 @@ def _all(which: list[Case]) -> list[float]:
 
 @pytest.mark.parametrize("which", cases([CASES, MORE], [CASES]), ids=["some", "more"][: len(cases([CASES, MORE], [CASES]))])
 def test_equals_one_device(which: list[Case]) -> None:
-    for worst in zip(*run(_all, 2, which), strict=True):
-        assert max(worst) < 2e-4, list(zip(which, worst, strict=False))
+    for ranks in run(_all, 2, which):
+        assert max(ranks) < 2e-4, list(zip(which, ranks, strict=True))
 
 
 def test_equals_one_device_alone() -> None:
-    (found,) = run(_all, 1, [("llama", 3, "fsdp", False), ("llama", 8, "fsdp", False), ("gpt2", 4, "fsdp", False), ("mlp", 2, "ddp", False)])
+    (found,) = run(_all, 1, [("llama", 8, "fsdp", False), ("gpt2", 3, "fsdp", False), ("mlp", 2, "ddp", False)])
     assert max(found) < 2e-4, found
 
 
@@ -208,7 +213,16 @@ def test_refusals() -> None:
     for said in run(_refused, 2):
         for text, wants in zip(
             said,
-            ("batch_norm", "mixes the samples", "no loss", "2 samples do not make 3", "wants a gradient", "micro_batches=0", "a question to the planner", "outputs="),
+            (
+                "batch_norm",
+                "mixes the samples",
+                "return its loss",
+                "2 samples do not make 3",
+                "wants a gradient",
+                "micro_batches=0",
+                "a question to the planner",
+                "outputs=",
+            ),
             strict=True,
         ):
             assert wants in text, text
