@@ -86,8 +86,8 @@ class _Rewriter:
                 grad = n.args[0]
                 assert isinstance(grad, fx.Node)
                 self.scaled(grad, given[k], {n}, like=n)
-        for tensor, op in edits.readers:
-            self.op[op].replace_input_with(self.node[tensor], given[edits.given[tensor]])
+        for tensor, reader_of in edits.readers:
+            self.op[reader_of].replace_input_with(self.node[tensor], given[edits.given[tensor]])
         results = dict(zip(self.captured.outputs, _torch.results_of(self.graph), strict=True))
         for param in edits.grads:
             n = results[Role("grad", param)]
@@ -181,7 +181,8 @@ class WholeValues:
         else:
             total = counts.sum().double()
         dtype: torch.dtype = loss.meta["val"][0].dtype
-        return total.reciprocal().to(dtype)
+        weight_of_all: torch.Tensor = total.reciprocal().to(dtype)
+        return weight_of_all
 
 
 def _node(x: Any) -> fx.Node:

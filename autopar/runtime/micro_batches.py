@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.capture.capture import Call, Role, Shapes
-from autopar.capture.micro_batches import WHOLE, MicroBatchError, Samples, WholeBatch, samples_of
+from autopar.capture.micro_batches import WHOLE, Samples, WholeBatch, samples_of
 from autopar.distributed.failures import begin, shared
 from autopar.errors import AutoparError, InputError
 from autopar.graph.graph import Tensor
@@ -47,6 +47,7 @@ class Parted(Caller, Protocol):
         counters: Counters | None = None,
         given: Mapping[Role, torch.Tensor] = ...,
     ) -> dict[Role, torch.Tensor]: ...
+    def _tensors(self) -> Tensors: ...
     def _counters(self, of: int | None = None) -> torch.Tensor: ...
 
 
@@ -89,14 +90,13 @@ class MicroBatches:
             whole.append(batch)
             return builder.seen(call, reader.global_shapes(parts[0].call), True, autocast, True, (), None if m == 1 else whole[0])
 
-        mine = batch_size(tuple(Tensor("", tuple(t.shape), "") for t in call.tensors))
-        builder.choose(candidates(mine or 1), task)
+        builder.choose(candidates(samples_in(call)), task)
 
     def runs(self, module: Parted, call: Call, number: int) -> tuple[Run, Tensors]:
         """The run of `call` as so many micro-batches."""
         builder = module._builder
         batch, parts, steps = self.steps(module, call, number)
-        tensors, counters = Tensors.of(module), functools.cache(module._counters)
+        tensors, counters = module._tensors(), functools.cache(module._counters)
         given = whole_values(module, steps[0], call, batch, tensors)
         flights = []
         for part, step in zip(parts, steps, strict=True):
@@ -120,16 +120,14 @@ class Flight:
 def cut(call: Call, shapes: Shapes, number: int, ranks: int, local: bool, parts: int) -> tuple[WholeBatch, list[Part]]:
     """`call` as micro-batches. shapes: of all ranks' batch; ranks: that may share one; local: each rank passes its own part of the batch, one of `parts`.
 
-    Raises InputError, MicroBatchError."""
+    Raises InputError."""
     for name, t in zip(call.paths, call.tensors, strict=True):
         if isinstance(t, DTensor) or t.requires_grad:
             what = "is a DTensor" if isinstance(t, DTensor) else "wants a gradient"
             raise InputError(
                 f"input {name} {what}, and a batch with such an input is not run as micro-batches", fix="leave micro_batches= out"
             )
-    mine = batch_size(tuple(Tensor("", tuple(t.shape), "") for t in call.tensors))
-    if not mine:
-        raise MicroBatchError("there is no batch to be run in parts: no input has a dim", fix="leave micro_batches= out")
+    mine = samples_in(call)
     whole = WholeBatch(shapes, mine * parts if local else mine, parts if local else 1)
     found, first = [], 0
     for n in samples_of(mine, number, 1 if local else ranks):
@@ -137,6 +135,11 @@ def cut(call: Call, shapes: Shapes, number: int, ranks: int, local: bool, parts:
         found.append(Part(replace(call, tensors=tensors), first))
         first += n
     return whole, found
+
+
+def samples_in(call: Call) -> int:
+    """How many samples a call has on this rank; 1 where nothing has a dim."""
+    return batch_size(tuple(Tensor("", tuple(t.shape), "") for t in call.tensors)) or 1
 
 
 def whole_values(module: Parted, step: Step, call: Call, batch: WholeBatch, tensors: Tensors) -> dict[Role, torch.Tensor]:

@@ -42,7 +42,7 @@ from autopar.runtime.copies import copied
 from autopar.runtime.eager_calls import is_method_of, run_whole
 from autopar.runtime.gradients import GradSync
 from autopar.runtime.hooks import refuse_unfit_hooks
-from autopar.runtime.micro_batches import MicroBatches, not_kept
+from autopar.runtime.micro_batches import MicroBatches, not_kept, samples_in
 from autopar.runtime.optimizers import watch
 from autopar.runtime.outputs import LossOutput, NotComputedError, OutputGiver
 from autopar.runtime.programs import FIXED, Counts, Program, Programs
@@ -127,12 +127,15 @@ class ParallelModule(nn.Module):
         return self._pack(run, outputs, lengths)
 
     def _number(self, call: Call) -> int:
-        """Of micro-batches that `call` is run as. Evaluation is run whole."""
+        """Of micro-batches that `call` is run as: no more than it has samples. Evaluation is run whole."""
         if not self.training or not self._needs_grad(call):
             return 1
         if not self._builder.micro_batches:
             self._micro.choose(self, call, self._autocast())
-        return self._builder.micro_batches
+        return min(self._builder.micro_batches, samples_in(call))
+
+    def _tensors(self) -> Tensors:
+        return Tensors.of(self)
 
     def _autocast(self) -> torch.dtype | None:
         """Of the surrounding torch.autocast, if one is on."""
