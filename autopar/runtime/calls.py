@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 
 def signed(forward: Callable[..., object], like: Callable[..., object]) -> Callable[..., object]:
     """`forward` with the signature of `like`, by which libraries choose what they pass."""
@@ -29,3 +31,8 @@ def hashable(constants: tuple[Any, ...]) -> tuple[Any, ...]:
         except TypeError:
             out.append(repr(c))
     return tuple(out)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Of the surrounding torch.autocast, if one is on."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None

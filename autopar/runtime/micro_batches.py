@@ -25,6 +25,7 @@ from autopar.graph.graph import Tensor
 from autopar.planner.micro_batches import AUTO, candidates
 from autopar.planner.micro_batches import checked as checked_number
 from autopar.planner.storage import batch_size
+from autopar.runtime.calls import autocast_dtype
 from autopar.runtime.outputs import NotComputedError
 from autopar.runtime.pipeline import Seen
 from autopar.runtime.run import Caller, Run, Tensors
@@ -77,6 +78,12 @@ class MicroBatches:
             if size not in found:
                 found[size] = module._step_for(part.call, True, batch)
         return batch, parts, [found[reader.global_shapes(part.call)] for part in parts]
+
+    def number(self, module: Parted, call: Call) -> int:
+        """Of micro-batches that a training call is run as: no more than it has samples."""
+        if not module._builder.micro_batches:
+            self.choose(module, call, autocast_dtype(module._builder.device))
+        return min(module._builder.micro_batches, samples_in(call))
 
     def choose(self, module: Parted, call: Call, autocast: torch.dtype | None) -> None:
         """As many as is fastest, by the planner. Collective."""

@@ -36,13 +36,13 @@ from autopar.plan.plan import Plan
 from autopar.runtime.buckets import Buckets, Lengths
 from autopar.runtime.buckets import cut as cut_padding
 from autopar.runtime.build import Builder, Config, no_plan
-from autopar.runtime.calls import hashable, signed
+from autopar.runtime.calls import autocast_dtype, hashable, signed
 from autopar.runtime.check import FirstStep, asked
 from autopar.runtime.copies import copied
 from autopar.runtime.eager_calls import is_method_of, run_whole
 from autopar.runtime.gradients import GradSync
 from autopar.runtime.hooks import refuse_unfit_hooks
-from autopar.runtime.micro_batches import MicroBatches, not_kept, samples_in
+from autopar.runtime.micro_batches import MicroBatches, not_kept
 from autopar.runtime.optimizers import watch
 from autopar.runtime.outputs import LossOutput, NotComputedError, OutputGiver
 from autopar.runtime.programs import FIXED, Counts, Program, Programs
@@ -128,19 +128,10 @@ class ParallelModule(nn.Module):
 
     def _number(self, call: Call) -> int:
         """Of micro-batches that `call` is run as: no more than it has samples. Evaluation is run whole."""
-        if not self.training or not self._needs_grad(call):
-            return 1
-        if not self._builder.micro_batches:
-            self._micro.choose(self, call, self._autocast())
-        return min(self._builder.micro_batches, samples_in(call))
+        return self._micro.number(self, call) if self.training and self._needs_grad(call) else 1
 
     def _tensors(self) -> Tensors:
         return Tensors.of(self)
-
-    def _autocast(self) -> torch.dtype | None:
-        """Of the surrounding torch.autocast, if one is on."""
-        device = self._builder.device.type
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
     def _run(
         self, step: Step, values: dict[Role, torch.Tensor], call: Call, tensors: Tensors, again: bool = False
@@ -161,7 +152,7 @@ class ParallelModule(nn.Module):
         self._check_hooks(version)
         refuse_global_hooks()
         self._builder.groups.bind()
-        autocast = self._autocast()
+        autocast = autocast_dtype(self._builder.device)
         shapes = self._reader.global_shapes(call)
         formats = tuple((t.requires_grad, order_of(t)) for t in call.tensors)
         loss_only = self._config.outputs == "loss" and self.training not in self._touched
