@@ -53,6 +53,11 @@ def is_open(group: Any) -> bool:
     return group in _world.pg_map
 
 
+def has_host(group: Any) -> bool:
+    """Whether `group` has a backend for tensors in host memory."""
+    return torch.device("cpu") in group._device_types
+
+
 def new_group(ranks: list[int], name: str, timeout: Any, backend: str | None = None) -> Any:
     """A group of `ranks`, this process among them, under a name that no other group of the job has; collective over `ranks` alone. backend: default: the job's.
 
@@ -105,7 +110,7 @@ def orderly(name: str, group: Any, fresh: str) -> Any:
 
     gloo = getattr(dist, "ProcessGroupGloo", None)
     cpu = torch.device("cpu")
-    if gloo is None or cpu not in group._device_types or not isinstance(theirs := group._get_backend(cpu), gloo):
+    if gloo is None or not has_host(group) or not isinstance(theirs := group._get_backend(cpu), gloo):
         return group
     under, made = _orderly.get(name, (None, None))
     if under is dist.group.WORLD:

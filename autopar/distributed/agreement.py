@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
+from autopar import _torch
 from autopar.distributed.groups import Groups
 from autopar.errors import AutoparError
 
@@ -71,6 +73,24 @@ def from_first(groups: Groups, work: Callable[[], str]) -> str:
 def highest(groups: Groups, mine: int) -> int:
     """The highest of what the ranks pass. Collective."""
     return mine if len(groups.ranks) == 1 else max(_gather(groups, mine))
+
+
+def all_gathered(groups: Groups, mine: T) -> list[T]:
+    """What each rank passes, in order. Collective."""
+    return [mine] if len(groups.ranks) == 1 else _gather(groups, mine)
+
+
+def all_same(groups: Groups, numbers: Sequence[int]) -> list[bool]:
+    """Of each of the numbers (below 2^63), whether all ranks pass the same. One all-reduce of a few bytes: on the host where the process group has a backend for it,
+    as torch's default has, else the device is waited for. Collective."""
+    if len(groups.ranks) == 1:
+        return [True] * len(numbers)
+    everyone = groups.everyone
+    device = "cpu" if _torch.has_host(everyone) else groups.device_mesh.device_type
+    highest = torch.tensor([*numbers, *(-n for n in numbers)], dtype=torch.int64, device=device)
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group=everyone)
+    most = highest.tolist()
+    return [high == -low for high, low in zip(most[: len(numbers)], most[len(numbers) :], strict=True)]
 
 
 # ---- errors that travel ------------------------------------------------------------------------------------------

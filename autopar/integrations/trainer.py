@@ -15,7 +15,9 @@ The last is right for a loss of this process' rows, as logits give it. The loss 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,14 +30,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar import checkpoint
 from autopar.api import compile as compile_model
 from autopar.checkpoint.adapters import has_adapters
-from autopar.errors import AutoparError
+from autopar.distributed.agreement import from_first
+from autopar.errors import AutoparError, CheckpointError
 from autopar.integrations.fused_head import capturable, is_fused
 from autopar.runtime.module import ParallelModule
 
 T = TypeVar("T")
 OURS = "autopar"  # the folder of the optimizer's state in a checkpoint of the Trainer's
 MET = ("_save", "_save_optimizer_and_scheduler", "_load_from_checkpoint", "_load_best_model", "_load_optimizer_and_scheduler")
-SCHEDULER, ARGUMENTS = "scheduler.pt", "training_args.bin"  # the Trainer's own names
+SCHEDULER, ARGUMENTS, STATE = "scheduler.pt", "training_args.bin", "trainer_state.json"  # the Trainer's own names
 
 
 def trainer(cls: type[T], mesh: DeviceMesh | tuple[int, ...] | Mapping[str, int] | None = None, **options: object) -> type[T]:
@@ -152,6 +155,14 @@ class _Sharded:
 
     # ---- loading: every process reads its parts -------------------------------------------------------------------
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer takes the last folder by its number; one whose save was cut short is passed over."""
+        if resume_from_checkpoint is True:
+            where = Path(self.args.output_dir)
+            resume_from_checkpoint = from_first(self.model._builder.groups, lambda: str(_last_whole(where)))
+        parent: Any = super()
+        return parent.train(resume_from_checkpoint, *args, **kwargs)
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         _load_weights(self.model if model is None else model, resume_from_checkpoint)
 
@@ -171,6 +182,23 @@ class _Sharded:
         _load_optimizer(folder / OURS, self.model, _bare(self.optimizer))
         if (folder / SCHEDULER).is_file():
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
+
+
+def _last_whole(folder: Path) -> Path:
+    """The latest of a Trainer's checkpoints that has all of it: the state of the Trainer, which is written last."""
+    found = sorted((int(p.name.rpartition("-")[2]), p) for p in folder.glob("checkpoint-*") if p.name.rpartition("-")[2].isdigit())
+    for _, path in reversed(found):
+        try:
+            json.loads((path / STATE).read_text())
+        except (OSError, ValueError):
+            warnings.warn(f"{path} is passed over: its save was cut short ({STATE} is not there, or not whole)", stacklevel=2)
+        else:
+            return path
+    raise CheckpointError(
+        "there is no whole checkpoint to resume from",
+        where=str(folder),
+        fix="leave resume_from_checkpoint= out to start anew, or pass a path",
+    )
 
 
 def _bare(optimizer: Any) -> torch.optim.Optimizer:

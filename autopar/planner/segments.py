@@ -57,3 +57,15 @@ def at_share(n: int, share: float, alone: bool) -> tuple[int, ...]:
     most = n - 2 if alone else n - 1
     cut = two(n, max(1, min(most, round(share * n))), True) if share and most > 0 else (n,)
     return last_alone(cut) if alone else cut
+
+
+def suggested(f: Formulated, problem: Problem, relaxed: Relaxed | None, copies: Mapping[str, int]) -> list[Segments]:
+    """Cuts to look at, none first: at the shares of `relaxed`, where there is one, from either end, in three, and each with the last layer by itself."""
+    none: Segments = {name: (n,) for name, n in copies.items()}
+    if relaxed is None:
+        return [none]
+    ks = shares(f, problem, relaxed, copies)
+    ways = [{name: two(n, (ks[name] or [0])[0], first) for name, n in copies.items()} for first in (True, False)]
+    ways += [{name: three(n, ks[name], first) for name, n in copies.items()} for first in (True, False)]
+    ways += [{name: last_alone(cut) for name, cut in way.items()} for way in ways]
+    return [none, *(way for way in ways if way != none)]

@@ -33,7 +33,7 @@ from autopar.planner.found import Found, arcs_of, better, is_recomputed, is_with
 from autopar.planner.layout import Layout
 from autopar.planner.low_memory import low_memory_strategies
 from autopar.planner.merged_axes import axes_said, merged
-from autopar.planner.segments import Segments, at_share, last_alone, shares, three, two
+from autopar.planner.segments import Segments, at_share, suggested
 from autopar.rules import lookup
 from autopar.rules.grammar import Rule
 from autopar.solver.fold import Folded
@@ -339,7 +339,13 @@ class Stages:
             late = time.perf_counter() - self.start > self.limits.seconds / 2
             return is_within(best, max(WORTH, self.limits.gap) if late else WORTH)
 
-        cuts, limit_s = self.guided(*uncut[1:], n_of)
+        f, problem = uncut[1:]
+        try:
+            relaxed = Relaxation(problem).at(self.training.budget_bytes, self.left)
+        except TimeoutError:
+            relaxed = None
+        cuts = suggested(f.formulated(), problem, relaxed, n_of)
+        limit_s = relaxed.tangent.at_s if relaxed else 0.0  # which more cuts can hardly go below
         for segments in cuts:
             if not good():
                 at(segments)
@@ -361,21 +367,6 @@ class Stages:
                     tried[share, alone] = at({name: at_share(n, share, alone) for name, n in n_of.items()})
         self.on_progress("segments", time.perf_counter() - began)
         return best
-
-    def guided(self, f: Formulator, problem: Problem, n_of: Mapping[str, int]) -> tuple[list[Segments], float]:
-        """Cuts that the relaxation of an uncut program suggests, uncut first; and its seconds, which more cuts can hardly go below."""
-        uncut: Segments = {name: (n,) for name, n in n_of.items()}
-        try:
-            relaxed = Relaxation(problem).at(self.training.budget_bytes, self.left)
-        except TimeoutError:
-            relaxed = None
-        if relaxed is None:
-            return [uncut], 0.0
-        ks = shares(f.formulated(), problem, relaxed, n_of)
-        ways = [{name: two(n, (ks[name] or [0])[0], first) for name, n in n_of.items()} for first in (True, False)]
-        ways += [{name: three(n, ks[name], first) for name, n in n_of.items()} for first in (True, False)]
-        ways += [{name: last_alone(cut) for name, cut in way.items()} for way in ways]
-        return [uncut, *(way for way in ways if way != uncut)], relaxed.tangent.at_s
 
     # ---- many axes -------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Hooks of modules that cannot be called as torch calls them: told by name before a step is captured, where the error would speak of capture."""
+"""Hooks of modules that cannot run, or not be called as torch calls them: told by name before a step is captured, where the error would speak of capture."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from autopar.errors import AutoparError
 
 
 def refuse_unfit_hooks(module: nn.Module, name: str) -> None:
-    """Raises AutoparError for a forward hook or pre-hook of `module`, which is called `name`, that does not take what it is given."""
+    """Raises AutoparError for a hook of `module`, which is called `name`, on its backward; for one on its forward that does not take what it is given."""
+    for hook in (*module._backward_pre_hooks.values(), *module._backward_hooks.values()):
+        raise AutoparError(
+            f"module backward hooks cannot run ({getattr(hook, '__qualname__', type(hook).__qualname__)}): the backward pass is one compiled graph",
+            where=f"module {name!r}",
+            fix="use a hook on the parameters (register_post_accumulate_grad_hook), or on a tensor in forward, or remove it before training",
+        )
     for kind, hook, given in _hooks(module):
         try:
             signature = inspect.signature(hook)

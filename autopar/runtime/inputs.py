@@ -7,24 +7,30 @@ batch over fewer: its parts are then gathered here.
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autopar import _torch
 from autopar.capture.capture import Call, Shapes
+from autopar.distributed.agreement import all_gathered, all_same
 from autopar.distributed.groups import Groups
 from autopar.distributed.shards import cut, dtensor_placements
 from autopar.errors import InputError
 from autopar.graph.graph import Tensor
 from autopar.graph.placement import Placement, shard
 from autopar.planner.storage import batch_size
+from autopar.runtime.python_state import ATOMS
 from autopar.tensors.memory_format import laid, order_of
 
+_ALIKE = "ranks call the model alike, in the same mode and precision, and what forward reads of Python (attributes, hooks, globals) changes alike on all"
 CHECKED_BATCHES = 3  # how many of the first batches ranks compare
 SIZES_REMEMBERED = 4096
+
+
+class UnequalSizesError(InputError):
+    """Ranks were given local batches of other sizes."""
 
 
 class InputReader:
@@ -99,20 +105,38 @@ class InputReader:
     def _dtensor(self, local: torch.Tensor, p: Placement) -> DTensor:
         return _torch.dtensor(local, self.groups.device_mesh, dtensor_placements(p, self.groups.mesh), p.shape)
 
-    def check_same(self, call: Call, shapes: Shapes, force: bool = False) -> None:
-        """Raises on every rank if the ranks' batches differ (global) or differ in shape (local); the first batches only, and those of sizes that are new."""
-        if not force and self.left <= 0 and shapes in self.compared:
+    def check_same(self, call: Call, shapes: Shapes, how: Sequence[object], why_new: Callable[[], str] | None) -> None:
+        """Raises on every rank where ranks would not run one program: where sizes differ, or how they call, or only some capture anew. Of the first batches, and of those of
+        sizes that are new, contents are compared, too (global). Collective.
+
+        how: what a call's program depends on besides sizes. why_new: None where this rank has the program."""
+        if len(self.groups.ranks) == 1:
             return
+        atoms = tuple(x for x in call.constants if isinstance(x, ATOMS))
+        digest = hashlib.blake2b(repr((shapes, atoms, *how)).encode(), digest_size=7).digest()
+        same_call, same_program = all_same(self.groups, (int.from_bytes(digest, "big"), int(why_new is not None)))
+        if same_call and not same_program:
+            reasons = all_gathered(self.groups, None if why_new is None else why_new())
+            new = next(r for r, why in zip(self.groups.ranks, reasons, strict=True) if why is not None)
+            raise InputError(
+                f"rank {new} has to capture this call anew, and others do not",
+                where=next(why for why in reasons if why is not None),
+                fix=_ALIKE,
+            )
+        if not same_call or why_new is not None or self.left > 0 or shapes not in self.compared:
+            self._compare(call)
+        if not same_call:
+            said = [f"rank {r}: {x}" for r, x in zip(self.groups.ranks, all_gathered(self.groups, repr(how)), strict=True)]
+            raise InputError("ranks do not call the model alike", where="; ".join(dict.fromkeys(said))[:400], fix=_ALIKE)
         self.left -= 1
         if len(self.compared) > SIZES_REMEMBERED:
             self.compared.clear()
         self.compared.add(shapes)
-        if len(self.groups.ranks) == 1:
-            return
+
+    def _compare(self, call: Call) -> None:
         mine = [(n, tuple(t.shape), f"{t.dtype} {order_of(t)}", self._digest(t)) for n, t in zip(call.paths, call.tensors, strict=True)]
         mine.append(("other arguments", (), "", repr(call.constants)))
-        everyone: list[Any] = [None] * len(self.groups.ranks)
-        dist.all_gather_object(everyone, mine, group=self.groups.everyone)
+        everyone = all_gathered(self.groups, mine)
         for rank, theirs in enumerate(everyone):
             if theirs != everyone[0]:
                 differ = next(
@@ -120,10 +144,11 @@ class InputReader:
                 )
                 name, mine_, first = differ[0][0], differ[0][1], differ[1][1]
                 if self.mode == "local" and mine_ != first:
-                    raise InputError(
+                    raise UnequalSizesError(
                         f"ranks 0 and {rank} were given local batches of other sizes: {list(first)} and {list(mine_)}",
                         where=f"input {name}",
-                        fix="every rank passes as many samples, at least one: drop_last=True, or a sampler that fills up; pad what is shorter",
+                        fix="every rank passes as many samples, at least one (drop_last=True, or a sampler that fills up), and what is not tokens, "
+                        "their masks and labels by the usual names is padded to one length before",
                     )
                 raise InputError(
                     f"ranks 0 and {rank} were given different batches",

@@ -39,7 +39,7 @@ class Parted(Caller, Protocol):
 
     _micro: MicroBatches
 
-    def _step_for(self, call: Call, grad: bool, batch: WholeBatch | None = None) -> Step: ...
+    def _step_for(self, call: Call, grad: bool, batch: WholeBatch | None = None, whole: Call | None = None) -> Step: ...
     def _values(
         self,
         step: Step,
@@ -48,7 +48,6 @@ class Parted(Caller, Protocol):
         counters: Counters | None = None,
         given: Mapping[Role, torch.Tensor] = ...,
     ) -> dict[Role, torch.Tensor]: ...
-    def _tensors(self) -> Tensors: ...
     def _counters(self, of: int | None = None) -> torch.Tensor: ...
 
 
@@ -66,18 +65,16 @@ class MicroBatches:
     def __init__(self) -> None:
         self.tangent: torch.Tensor | None = None
 
-    def steps(self, module: Parted, call: Call, number: int) -> tuple[WholeBatch, list[Part], list[Step]]:
-        """The batch that `call` is, its micro-batches, and the step of each: the same for those of one size."""
+    def parted(self, module: Parted, call: Call, number: int) -> PartedCall:
+        """`call` as micro-batches, and the step of each: the same for those of one size. Collective."""
         reader = module._reader
-        shapes = reader.global_shapes(call)
-        batch, parts = cut(call, shapes, number, module._builder.mesh.size, reader.mode == "local", reader.parts)
-        reader.check_same(call, shapes)
+        batch, parts = cut(call, reader.global_shapes(call), number, module._builder.mesh.size, reader.mode == "local", reader.parts)
         found: dict[Shapes, Step] = {}
         for part in parts:
             size = reader.global_shapes(part.call)
             if size not in found:
-                found[size] = module._step_for(part.call, True, batch)
-        return batch, parts, [found[reader.global_shapes(part.call)] for part in parts]
+                found[size] = module._step_for(part.call, True, batch, call)
+        return PartedCall(batch, parts, [found[reader.global_shapes(part.call)] for part in parts])
 
     def number(self, module: Parted, call: Call) -> int:
         """Of micro-batches that a training call is run as: no more than it has samples."""
@@ -89,7 +86,7 @@ class MicroBatches:
         """As many as is fastest, by the planner. Collective."""
         reader, builder = module._reader, module._builder
         shapes, local = reader.global_shapes(call), reader.mode == "local"
-        reader.check_same(call, shapes)
+        reader.check_same(call, shapes, ("micro_batches",), lambda: "micro-batches are not chosen yet")
         whole: list[WholeBatch] = []
 
         def task(m: int) -> Seen:
@@ -99,20 +96,26 @@ class MicroBatches:
 
         builder.choose(candidates(samples_in(call)), task)
 
-    def runs(self, module: Parted, call: Call, number: int) -> tuple[Run, Tensors]:
-        """The run of `call` as so many micro-batches."""
-        builder = module._builder
-        batch, parts, steps = self.steps(module, call, number)
-        tensors, counters = module._tensors(), functools.cache(module._counters)
-        given = whole_values(module, steps[0], call, batch, tensors)
+    def run(self, module: Parted, call: Call, parted: PartedCall, tensors: Tensors) -> PartedRun:
+        builder, counters = module._builder, functools.cache(module._counters)
+        given = whole_values(module, parted.steps[0], call, parted.batch, tensors)
         flights = []
-        for part, step in zip(parts, steps, strict=True):
+        for part, step in zip(parted.parts, parted.steps, strict=True):
 
             def numbered(first: int = part.first) -> torch.Tensor:
                 return torch.cat([counters(), torch.tensor([first], dtype=torch.int64, device=builder.device)])
 
             flights.append(Flight(step, module._values(step, part.call, tensors, numbered, given), part.call))
-        return PartedRun(module, flights, list(tensors.trained), tensors.buffers), tensors
+        return PartedRun(module, flights, list(tensors.trained), tensors.buffers)
+
+
+@dataclass(frozen=True)
+class PartedCall:
+    """A call that is run as micro-batches, of a batch, with the step of each."""
+
+    batch: WholeBatch
+    parts: Sequence[Part]
+    steps: Sequence[Step]
 
 
 @dataclass

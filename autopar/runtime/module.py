@@ -13,7 +13,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, overload
 
@@ -26,14 +25,12 @@ from autopar._torch import stepping
 from autopar.capture.capture import LOSS, Call, NotGeneralError, Role, Shapes, off_cache, tensor_named
 from autopar.capture.effects import refuse_global_hooks, set_flags
 from autopar.capture.micro_batches import WholeBatch
-from autopar.checkpoint.adapters import has_adapters, load_adapters, save_adapters
-from autopar.checkpoint.ranks import together
-from autopar.checkpoint.safetensors import load_safetensors, save_safetensors
+from autopar.checkpoint.pretrained import read_pretrained, write_pretrained
 from autopar.distributed.failures import during
 from autopar.distributed.shards import cut
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, InputError
 from autopar.plan.plan import Plan
-from autopar.runtime.buckets import Buckets, Lengths
+from autopar.runtime.buckets import Buckets, Lengths, to_longest
 from autopar.runtime.buckets import cut as cut_padding
 from autopar.runtime.build import Builder, Config, no_plan
 from autopar.runtime.calls import autocast_dtype, hashable, signed
@@ -42,7 +39,8 @@ from autopar.runtime.copies import copied
 from autopar.runtime.eager_calls import is_method_of, run_whole
 from autopar.runtime.gradients import GradSync
 from autopar.runtime.hooks import refuse_unfit_hooks
-from autopar.runtime.micro_batches import MicroBatches, not_kept
+from autopar.runtime.inputs import UnequalSizesError
+from autopar.runtime.micro_batches import MicroBatches, PartedCall, not_kept
 from autopar.runtime.optimizers import watch
 from autopar.runtime.outputs import LossOutput, NotComputedError, OutputGiver
 from autopar.runtime.programs import FIXED, Counts, Program, Programs
@@ -107,31 +105,45 @@ class ParallelModule(nn.Module):
 
     def forward(self, *args: object, **kwargs: object) -> object:
         kwargs = off_cache(self.__dict__["_wrapped"], kwargs)
-        lengths: Lengths = {}
-        if self._buckets is not None:
-            args, (kwargs, lengths) = (), self._buckets.padded(args, kwargs)
-        call = Call.of(args, kwargs)
-        number = self._number(call)
-        if number > 1:
-            with during("forward: local inputs", self._builder.groups.ranks):
-                run, tensors = self._micro.runs(self, call, number)
+        call, step, lengths = self._agreed(args, kwargs)
+        tensors = Tensors.of(self)
+        with during("forward: local inputs", self._builder.groups.ranks):
+            if isinstance(step, PartedCall):
+                run: Run = self._micro.run(self, call, step, tensors)
+            else:
+                values = self._values(step, call, tensors)
+        if isinstance(step, PartedCall):
             outputs = Apply.apply(run, len(tensors.trained), *tensors.trained.values())
         else:
-            step = self._step_for(call, self._needs_grad(call))
-            tensors = Tensors.of(self)
-            with during("forward: local inputs", self._builder.groups.ranks):
-                values = self._values(step, call, tensors)
             run, outputs = self._run(step, values, call, tensors)
         if run.step.captured.notes.sets:
             set_flags(self.__dict__["_wrapped"], run.step.captured.notes)
         return self._pack(run, outputs, lengths)
 
-    def _number(self, call: Call) -> int:
-        """Of micro-batches that `call` is run as: no more than it has samples. Evaluation is run whole."""
-        return self._micro.number(self, call) if self.training and self._needs_grad(call) else 1
+    def _agreed(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[Call, Step | PartedCall, Lengths]:
+        """The call, padded where it has to be, and its step. Ranks that pass sequences of other lengths than each other, as those do that pad their batches one by one,
+        pad to the longest of all."""
 
-    def _tensors(self) -> Tensors:
-        return Tensors.of(self)
+        def of(lengths: Lengths, args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[Call, Step | PartedCall, Lengths]:
+            call = Call.of(args, kwargs)
+            if self.training and self._needs_grad(call) and (number := self._micro.number(self, call)) > 1:
+                return call, self._micro.parted(self, call, number), lengths
+            return call, self._step_for(call, self._needs_grad(call)), lengths
+
+        given: tuple[tuple[object, ...], Mapping[str, object]] = args, kwargs
+        lengths: Lengths = {}
+        if self._buckets is not None:
+            padded, lengths = self._buckets.padded(args, kwargs)
+            given = (), padded
+        try:
+            return of(lengths, *given)
+        except UnequalSizesError as e:
+            try:
+                padding = self._buckets or Buckets((), self.__dict__["_wrapped"])
+                padded, lengths = to_longest(self._builder.groups, padding, args, kwargs)
+            except InputError:
+                raise e from None
+        return of(lengths, (), padded)
 
     def _run(
         self, step: Step, values: dict[Role, torch.Tensor], call: Call, tensors: Tensors, again: bool = False
@@ -145,8 +157,8 @@ class ParallelModule(nn.Module):
         with torch.no_grad():
             return run, run.forward()
 
-    def _step_for(self, call: Call, grad: bool, batch: WholeBatch | None = None) -> Step:
-        """batch: that the call is a micro-batch of."""
+    def _step_for(self, call: Call, grad: bool, batch: WholeBatch | None = None, whole: Call | None = None) -> Step:
+        """batch, whole: that the call is a micro-batch of."""
         stepping.leave()
         version = self._state.now()
         self._check_hooks(version)
@@ -162,8 +174,8 @@ class ParallelModule(nn.Module):
         kind = (self.training, grad, autocast, call.spec, constants, formats, loss_only, part)
         step = self._held(kind, shapes, version)
         with during("comparing the batches of the ranks", self._builder.groups.ranks):
-            if batch is None:  # of which the whole has been compared
-                self._reader.check_same(call, shapes, force=step is None)
+            how = (self.training, grad, autocast, formats, loss_only, part)
+            self._reader.check_same(whole or call, shapes, how, None if step is not None else lambda: self._why_new(kind, shapes))
         if step is not None:
             return step
         was_planned = self._builder.planned
@@ -195,10 +207,18 @@ class ParallelModule(nn.Module):
         seen.tell = False
         same = self._programs.of(kind, shapes)
         if len(same) == OFTEN:
-            since = self._state.matter(same[-2].version, same[-2].content, same[-2].step.captured.notes)
-            changed = ", ".join(sorted(map(said, since))[:3]) or "a global variable"
+            changed = self._changed_since(same[-2])
             warnings.warn(f"captured {OFTEN} times, since Python state that forward reads changes: {changed}", stacklevel=3)
         return step
+
+    def _changed_since(self, program: Program) -> str:
+        since = self._state.matter(program.version, program.content, program.step.captured.notes)
+        return ", ".join(sorted(map(said, since))[:3]) or "a global variable"
+
+    def _why_new(self, kind: tuple[Any, ...], shapes: Shapes) -> str:
+        """Why there is no program for such a call."""
+        same = self._programs.of(kind, shapes)
+        return f"changed there: {self._changed_since(same[-1])}" if same else "it was not called so before"
 
     def _too_many(self, call: Call, seen: SizesSeen) -> str:
         why = seen.given_up or (
@@ -314,11 +334,8 @@ class ParallelModule(nn.Module):
     def prepare(self, *args: object, **kwargs: object) -> Step:
         """Captures and compiles the step for a call with these arguments, without running it."""
         kwargs = off_cache(self.__dict__["_wrapped"], kwargs)
-        if self._buckets is not None:
-            args, (kwargs, _) = (), self._buckets.padded(args, kwargs)
-        call = Call.of(args, kwargs)
-        number = self._number(call)
-        return self._step_for(call, self._needs_grad(call)) if number == 1 else self._micro.steps(self, call, number)[2][-1]
+        step = self._agreed(args, kwargs)[1]
+        return step.steps[-1] if isinstance(step, PartedCall) else step
 
     def _needs_grad(self, call: Call) -> bool:
         """Also where only inputs want gradients: a frozen or parameterless model."""
@@ -409,27 +426,12 @@ class ParallelModule(nn.Module):
     def save_pretrained(self, folder: str | os.PathLike[str], max_shard_size: int = 5 * 1000**3) -> None:
         """Config and weights in Hugging Face layout; of a peft model its adapters, in peft's. Collective: every rank calls it, rank 0 writes, and holds one file's
         worth. max_shard_size: bytes of a file. Raises CheckpointError on all ranks."""
-        model = self.__dict__["_wrapped"]
-        if has_adapters(model):
-            save_adapters(model, folder)
-            return
-        save_safetensors(self, folder, max_shard_size)
-
-        def configs() -> None:
-            for part in ("config", "generation_config"):
-                if self._builder.groups.rank == 0 and hasattr(getattr(model, part, None), "save_pretrained"):
-                    getattr(model, part).save_pretrained(folder)
-
-        together(configs, Path(folder))  # nobody goes on before they are there
+        write_pretrained(self, self.__dict__["_wrapped"], folder, max_shard_size)
 
     def load_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Fills the model in place from what `save_pretrained` wrote, or transformers or peft: every rank reads the slices of its shards, and adapters whole. Raises
         CheckpointError, before any tensor is touched, where names or shapes do not match."""
-        model = self.__dict__["_wrapped"]
-        if has_adapters(model):
-            load_adapters(model, folder)
-        else:
-            load_safetensors(self, folder)
+        read_pretrained(self, self.__dict__["_wrapped"], folder)
 
     def load_state_dict(self, state_dict: Mapping[str, object], *args: object, **kwargs: object) -> LoadedKeys:
         loaded: LoadedKeys = self.__dict__["_wrapped"].load_state_dict(state_dict, *args, **kwargs)
@@ -484,13 +486,5 @@ class ParallelModule(nn.Module):
         if version == self._checked and not own:
             return
         for name, m in [("", self), *self.__dict__["_wrapped"].named_modules()]:
-            for hook in (*m._backward_pre_hooks.values(), *m._backward_hooks.values()):
-                raise AutoparError(
-                    f"module backward hooks cannot run ({getattr(hook, '__qualname__', type(hook).__qualname__)}): "
-                    "the backward pass is one compiled graph",
-                    where=f"module {name or type(self.__dict__['_wrapped']).__name__!r}",
-                    fix="use a hook on the parameters (register_post_accumulate_grad_hook), or on a tensor in forward, or remove it before training",
-                )
             refuse_unfit_hooks(m, name or type(self.__dict__["_wrapped"]).__name__)
-        refuse_unfit_hooks(self, type(self.__dict__["_wrapped"]).__name__)
         self._checked = version

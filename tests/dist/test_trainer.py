@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -50,6 +51,10 @@ def test_killed_after_its_save_and_resumed(tmp_path: Path) -> None:
     ran(tmp_path, "train_hf_trainer.py", *options, "--killed-after", "4", processes=2, killed=True)
     at = sorted(p.name for p in (tmp_path / "runs/killed").glob("checkpoint-*"))
     assert at == ["checkpoint-2", "checkpoint-4"]
+    cut_off = tmp_path / "runs/killed/checkpoint-6"  # a later one, whose save did not come to its end
+    shutil.copytree(tmp_path / "runs/killed/checkpoint-4", cut_off)
+    (cut_off / "trainer_state.json").write_text("{")
+    (cut_off / "model.safetensors").write_bytes(b"")
     same(ran(tmp_path, "train_hf_trainer.py", *options, "--resume", processes=2), expected)
 
     # It was watched.
