@@ -19,6 +19,7 @@ from autopar.planner.precision import Precision
 from autopar.planner.request import PlanRequest
 from autopar.runtime.buckets import checked
 from autopar.runtime.build import Config
+from autopar.runtime.micro_batches import checked as checked_number
 from autopar.runtime.module import ParallelModule
 
 
@@ -38,6 +39,7 @@ def compile(
     precision: Precision | str | torch.dtype | None = None,
     optimizer: str | type[torch.optim.Optimizer] = "adamw",
     grad_accumulation: int = 1,
+    micro_batches: int | str | None = None,
     backend: str = "inductor",
     options: Mapping[str, float] | None = None,
     dynamic: bool | None = None,
@@ -62,6 +64,8 @@ def compile(
     precision: "bf16" (compute and gather in bf16, parameters and reductions in fp32) or Precision(param=, reduce=).
     optimizer: name or class the memory is planned for; checked at its first step.
     grad_accumulation: gradients are reduced at every m-th backward.
+    micro_batches: a training call is run as so many micro-batches, one after the other, whose losses and gradients add up to the batch's, so that the activations of one
+        live at a time; "auto": as many as is fastest, by the planner. Default: the given plan's, else 1. Evaluation is run whole.
     backend: "inductor", or "aot_eager" for debugging.
     dynamic: whether sizes of inputs vary from call to call, so that one program is compiled for all of them: None: those that were seen to, or are marked by
         torch._dynamo.mark_dynamic (whose `max` is the size that is planned for); True: all, from the first call on; False: none, each size has a program.
@@ -99,9 +103,10 @@ def compile(
     if layout is not None and plan is not None:
         raise AutoparError("layout= and plan= both say how to split the model", fix="pass one of them, or neither to have it planned")
     request = PlanRequest.of(plan, memory, cluster, options, offload)
+    number = checked_number(micro_batches, outputs, layout is not None, None if request.plan is None else request.plan.micro_batches)
     config = Config(
         loss_fn, inputs, layout, Precision.of(precision), optimizer, grad_accumulation, backend, outputs, request, dynamic, lengths,
-        bucket_collectives,
+        bucket_collectives, number,
     )  # fmt: skip
     if mesh is None and request.plan is not None:
         mesh = request.plan.mesh_axes

@@ -89,8 +89,9 @@ class _Sharder:
             if a.size > 1:
                 name = "coordinate_" + a.name.replace(".", "_")
                 self.versions.coordinates[a.name] = self.emit.placeholder(name, (), torch.int64, Role("coordinate", a.name))
-        seed = self.emit.placeholder("seed", (2,), torch.int64, Role("seed"))
-        operators = Operators(self.emit, self.versions, plan, seed)
+        samples = self.captured.samples
+        seed = self.emit.placeholder("seed", (2 if samples is None else 3,), torch.int64, Role("seed"))
+        operators = Operators(self.emit, self.versions, plan, seed, samples)
         pending = {t.name: (p, t, c, n) for p, t, c, n in entries}
         grad_of: dict[str, list[str]] = {}
         for p, name in graph.grads.items():

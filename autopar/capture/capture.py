@@ -54,6 +54,7 @@ class Captured:
     constants: outputs that are no tensors, by position.
     notes: what Python state the program depends on.
     family: where sizes vary, the program for all of them, of which this is the one at the sizes that stand for all.
+    samples: of the program of a micro-batch.
     """
 
     gm: fx.GraphModule
@@ -66,6 +67,7 @@ class Captured:
     constants: Mapping[int, Any]
     notes: _torch.Notes
     family: Family[Captured] | None = None
+    samples: Any = None  # of a micro-batch, which part of a batch it is (`autopar.capture.micro_batches.Samples`)
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,8 @@ def describe(captured: Captured) -> Graph:
                 params[role.name] = t
             elif role.kind == "buffer":
                 buffers[role.name] = t
+            elif role.kind == "whole":  # of the batch that this is a part of: the same on every rank, as buffers are
+                buffers[f"whole.{role.index}"] = t
             elif role.kind == "tangent":
                 tangents.append(t)
                 tangent_of.append(role.index)

@@ -9,13 +9,13 @@ from typing import Annotated
 import typer
 
 from autopar.cli.options import AsJson, Batch, Computed, Devices, Model, Sequence, writable
-from autopar.cli.planned import Accumulation, Axes, Gap, Hand, Layers, Offloaded, Optimizer, Step
+from autopar.cli.planned import Accumulation, Axes, Gap, Hand, Layers, Micro, Offloaded, Optimizer, Step
 from autopar.errors import AutoparError
 
 
 def frontier(
     model: Model, cluster: Devices, batch: Batch, seq: Sequence, mesh: Axes = None, layers: Layers = None, precision: Computed = "bf16",
-    optimizer: Optimizer = "adamw", grad_accumulation: Accumulation = 1,
+    optimizer: Optimizer = "adamw", grad_accumulation: Accumulation = 1, micro_batches: Micro = "1",
     memory: Annotated[str | None, typer.Option(help="no plan that needs more of a device: 70GB, 64GiB, or bytes; without it any")] = None,
     offload: Offloaded = None,
     layout: Hand = None,
@@ -33,7 +33,21 @@ def frontier(
     if plot is not None and importlib.util.find_spec("plotly") is None:
         raise AutoparError("a plot needs plotly, which is not installed", where="--plot", fix='pip install "autopar[report]"')
     asked = Step(
-        model, cluster, batch, seq, mesh, layers, precision, optimizer, grad_accumulation, memory, offload, layout, time_limit, gap
+        model,
+        cluster,
+        batch,
+        seq,
+        mesh,
+        layers,
+        precision,
+        optimizer,
+        grad_accumulation,
+        memory,
+        offload,
+        layout,
+        time_limit,
+        gap,
+        micro_batches=micro_batches,
     )
     found = asked.ask("frontier", points=points)
     if as_json:

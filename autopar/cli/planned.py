@@ -15,7 +15,7 @@ import typer
 from autopar.cli import options as cli_options
 from autopar.cli.options import built
 from autopar.cli.screen import Screen
-from autopar.errors import MeshError
+from autopar.errors import AutoparError, MeshError
 from autopar.planner.axes import mesh_axes, refuse_unfilled
 from autopar.planner.memory import NAMES
 from autopar.text.sizes import parse_bytes
@@ -25,6 +25,12 @@ Axes = Annotated[str | None, typer.Option("--mesh", help="32x8, or with names: d
 Layers = Annotated[int | None, typer.Option(min=1, help="plan for only so many of the model's layers")]
 Optimizer = Annotated[str, typer.Option(help="whose state memory is planned for: adamw, adamw-fused, adamw8bit, sgd, ...")]
 Accumulation = Annotated[int, typer.Option("--grad-accumulation", min=1, help="micro-batches of a step; --batch is of each")]
+Micro = Annotated[
+    str,
+    typer.Option(
+        "--micro-batches", metavar="M", help="run the batch as so many micro-batches, one after the other; auto: as many as is fastest"
+    ),
+]
 Memory = Annotated[
     str | None,
     typer.Option(
@@ -62,6 +68,7 @@ class Step:
     time_limit: float | None
     gap: float | None
     planning_memory: str | None = None
+    micro_batches: str = "1"
 
     def check(self, mesh: str | dict[str, int] | None) -> None:
         """Raises what the planner would raise of these words after seconds of imports and of building the model."""
@@ -82,6 +89,7 @@ class Step:
     def ask(self, verb: str, **asked: str | int) -> Any:
         """What `verb` of `autopar.planner.offline` (plan, explain, frontier) answers, with progress. What needs no model is checked before one is built."""
         budget = self.memory if self.memory is None or self.memory in NAMES else parse_bytes(self.memory, "--memory")
+        micro = _number(self.micro_batches, verb == "plan")
         own_memory = None if self.planning_memory is None else parse_bytes(self.planning_memory, "--planning-memory")
         shape = None if self.mesh is None else _mesh(self.mesh)
         self.check(shape)
@@ -99,9 +107,19 @@ class Step:
             options = {k: v for k, v in limits if v is not None}
             return does(
                 module, shapes, self.cluster, shape,
-                precision=self.precision, optimizer=self.optimizer, grad_accumulation=self.grad_accumulation, layout=self.layout, memory=budget,
-                offload=self.offload, options=options or None, progress=on_progress, in_subprocess=cli_options.alone and is_worthwhile(), **asked,
+                precision=self.precision, optimizer=self.optimizer, grad_accumulation=self.grad_accumulation, micro_batches=micro, layout=self.layout,
+                memory=budget, offload=self.offload, options=options or None, progress=on_progress, in_subprocess=cli_options.alone and is_worthwhile(), **asked,
             )  # fmt: skip
+
+
+def _number(text: str, plans: bool) -> int | str:
+    """ "4" -> 4. plans: "auto" may be said."""
+    if re.fullmatch(r"[1-9][0-9]{0,6}", text.strip()):
+        return int(text)
+    if text.strip() == "auto" and plans:
+        return "auto"
+    fix = "give a number, or auto" if plans else "give a number: `autopar plan --micro-batches auto` says which"
+    raise AutoparError(f"{short(text)!r} is no number of micro-batches", where="--micro-batches", fix=fix)
 
 
 def _mesh(text: str) -> str | dict[str, int]:

@@ -60,14 +60,14 @@ def _asked(name: str, plan: Any, model: str, precision: str, optimizer: str) -> 
         )
     console = Console(stderr=True, highlight=False)
     with console.status("planning again"):
-        module, shapes = built(model, None, shape[0], shape[1])
+        module, shapes = built(model, None, shape[0] * plan.micro_batches, shape[1])
         from autopar.planner import offline
 
         layout = None if plan.layout == "planned" else plan.layout
-        micro, budget = plan.profile.micro_batches, plan.predicted.get("budget_bytes")
+        calls, budget = plan.profile.micro_batches // plan.micro_batches, plan.predicted.get("budget_bytes")
         again = offline.plan(
-            module, shapes, plan.cluster, plan.mesh_axes, precision=precision, optimizer=optimizer, grad_accumulation=micro, layout=layout, memory=budget,
-            offload=",".join(sorted(set(plan.offload.values()))) or None,
+            module, shapes, plan.cluster, plan.mesh_axes, precision=precision, optimizer=optimizer, grad_accumulation=calls, layout=layout, memory=budget,
+            micro_batches=plan.micro_batches, offload=",".join(sorted(set(plan.offload.values()))) or None,
         )  # fmt: skip
         if again.fingerprint != plan.fingerprint:
             raise AutoparError(

@@ -102,6 +102,7 @@ class PlanModel(_Model):
     order: Rows[Text] = []
     segments: Short[tuple[Text, Table[Positive]]] = []
     together: Positive = 1
+    micro_batches: Positive = 1
     cluster: Text = ""
     activations: dict[Policy, Rows[Text]] = {}
     recompute: Rows[Text] = []
@@ -299,6 +300,7 @@ def _file(plan: Decisions) -> FileModel:
         "order": plan.order,
         "segments": sorted(plan.segments.items()),
         "together": plan.together,
+        "micro_batches": plan.micro_batches,
         "cluster": plan.cluster,
         "activations": policies,
         "recompute": sorted(plan.recompute),
@@ -376,6 +378,7 @@ def _decode(file: FileModel, kind: type[P]) -> P:
         order=tuple(m.order),
         segments={name: tuple(counts) for name, counts in m.segments},
         together=m.together,
+        micro_batches=m.micro_batches,
         modules=modules,
         cluster=m.cluster,
         activations={tensor: policy for policy, tensors in m.activations.items() for tensor in tensors},

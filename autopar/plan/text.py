@@ -68,6 +68,8 @@ def text(plan: Decisions) -> str:
     lines += _predicted(plan)
     if "gap" in plan.solver:
         lines.append(f"solver: within {float(plan.solver['gap']):.2%} of the bound, stopped by {plan.solver.get('stopped_by', 'gap')}")
+    if "micro_batches" in plan.solver:
+        lines += textwrap.wrap(f"micro-batches tried: {plan.solver['micro_batches']}", WIDTH, subsequent_indent="    ")
     if "sizes" in plan.solver:
         lines.append(f"for all sizes of some inputs, none of them split over the mesh but in whole units; made for {plan.solver['sizes']}")
     if "capture" in plan.solver:
@@ -81,8 +83,8 @@ def _batch(plan: Decisions) -> str:
     batch = next(iter(Counter(p.shape[0] for p in plan.inputs if p.shape).most_common(1)), (0, 0))[0]
     size = plan.mesh.size
     if batch > 1 and batch % size and size % batch:
-        return f"batch of {batch} split {ways}: it does not divide over {size} devices"
-    return f"batch split {ways}"
+        return f"{'batch' if plan.micro_batches == 1 else f'each of {plan.micro_batches} micro-batches'} of {batch} split {ways}: it does not divide over {size} devices"
+    return f"{'batch' if plan.micro_batches == 1 else f'each of {plan.micro_batches} micro-batches'} split {ways}"
 
 
 # ---- layers ------------------------------------------------------------------------------------------------------

@@ -14,15 +14,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from autopar.capture.capture import Call, capture, off_cache
+from autopar.capture.capture import Call, Captured, Shapes, capture, off_cache
 from autopar.capture.depth_reduced import reduced_depth
 from autopar.capture.describe import describe
 from autopar.capture.in_subprocess import beside
+from autopar.capture.micro_batches import WholeBatch, samples_of
 from autopar.capture.randomness import refuse_unknown_random
 from autopar.capture.tile import Both, expand_params, layer_periods, least_depth, tiled
 from autopar.cost.optimizers import kind_of
 from autopar.errors import AutoparError, CaptureError
-from autopar.graph.graph import Graph
+from autopar.graph.graph import Graph, Tensor
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Plan
 from autopar.planner.axes import mesh_axes
@@ -32,15 +33,19 @@ from autopar.planner.found import Found
 from autopar.planner.frontier import Frontier, frontier_graph
 from autopar.planner.layout import Layout
 from autopar.planner.memory import Memory
+from autopar.planner.micro_batches import AUTO, candidates, checked, fastest, of_the_call
 from autopar.planner.offload import Offload
-from autopar.planner.planning import plan_graph, within
+from autopar.planner.planning import least_of, plan_graph, within
 from autopar.planner.precision import Precision
 from autopar.planner.refit import modules_of, served
 from autopar.planner.request import limits_of, training_config
 from autopar.planner.stages import WHOLE_AXES
+from autopar.planner.storage import batch_size
 from autopar.solver.fold import Folded, fold
 from autopar.solver.solve import Limits
 from autopar.text.stages import Begun
+
+Captures = dict[int, WholeBatch]
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,7 @@ def plan(
     precision: Precision | str | torch.dtype | None = None,
     optimizer: str | type[torch.optim.Optimizer] = "adamw",
     grad_accumulation: int = 1,
+    micro_batches: int | str = 1,
     layout: str | Layout | None = None,
     memory: float | str | None = None,
     offload: Offload | str | bool | None = None,
@@ -75,7 +81,8 @@ def plan(
 
     inputs: keyword arguments of a call, tensors or shapes (a shape is taken for token ids, int64). mesh: "32x8" or axis sizes by name; default the
     cluster's nodes x devices. optimizer: a name of `autopar.cost.optimizers.KINDS` or a class. grad_accumulation: calls for each of its steps; times are of
-    one call, with its share of the reduction of gradients and of that step. memory: budget of a device in bytes; "fastest", as by default: what it has, less a reserve; "least": the plan of the smallest
+    one call, with its share of the reduction of gradients and of that step. micro_batches: that a call is run as, one after the other; "auto": as many as is fastest
+    (`autopar.planner.micro_batches`). memory: budget of a device in bytes; "fastest", as by default: what it has, less a reserve; "least": the plan of the smallest
     peak instead of the fastest one. offload: where activations may be kept besides the device: "host",
     False or an `Offload`; default nowhere. layout: the best plan that is this hand
     layout. options: "seconds" from the call to the plan, "gap", "memory_bytes" of this process. progress: called with a stage's name and its seconds (`autopar.text.stages` says with what else). in_subprocess: captures two depths of the model at
@@ -84,18 +91,48 @@ def plan(
     Raises InfeasibleError when nothing fits, CaptureError, MeshError, ClusterError, LayoutError.
     """
     on_progress = _Stages(progress)
-    t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, on_progress, in_subprocess)
+    captures: Captures = {}
     limits = limits_of(options)
     least = Memory.of(memory).least
-    planned = plan_graph(t.folded, t.mesh_axes, t.cluster, t.training, limits, on_progress, layout, least, on_progress.start)
-    made = _of_the_whole(planned.plan, t.folded, model)
+    number = checked(micro_batches)
+
+    def tasked(m: int) -> Task:
+        return task(
+            model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, on_progress, in_subprocess, m,
+            None if number == 1 else captures,
+        )  # fmt: skip
+
+    def planned(m: int, t: Task) -> Plan:
+        since = on_progress.start if m == 1 or number != AUTO else None
+        if since is None and not limits.in_proportion:
+            since = on_progress.start
+        found = plan_graph(t.folded, t.mesh_axes, t.cluster, t.training, limits, on_progress, layout, least, since)
+        training = within(t.training, found.plan) if least else t.training
+        known = (found.found,) if len(t.mesh_axes) > WHOLE_AXES else ()  # the frontier does not solve the whole program of so many
+        made = of_the_call(_of_the_whole(found.plan, t.folded, model), m)
+        return made.explained_by(
+            lambda op, placement: explain_graph(t.folded, t.mesh_axes, t.cluster, training, op, placement, limits, None, layout),
+            lambda points: _frontier(t, points, limits, None, layout, known=known),
+        )
+
+    if isinstance(number, int):
+        made = planned(number, tasked(number))
+    else:
+        if least:
+            raise AutoparError(
+                'memory="least" asks for the smallest peak, which more micro-batches make smaller', fix="pass a number of micro_batches"
+            )
+        batch = batch_size(tuple(Tensor("", shape, "") for shape in shapes_of(inputs)))
+        late = time.perf_counter() + limits.seconds if not limits.in_proportion else math.inf
+        made, _ = fastest(
+            candidates(batch or 1),
+            tasked,
+            lambda m, t: m * least_of(t.folded, t.mesh_axes, t.cluster, t.training),
+            planned,
+            lambda: time.perf_counter() > late,
+        )
     on_progress.rest()
-    training = within(t.training, planned.plan) if least else t.training
-    known = (planned.found,) if len(t.mesh_axes) > WHOLE_AXES else ()  # the frontier does not solve the whole program of so many
-    return made.explained_by(
-        lambda op, placement: explain_graph(t.folded, t.mesh_axes, t.cluster, training, op, placement, limits, None, layout),
-        lambda points: _frontier(t, points, limits, None, layout, known=known),
-    )
+    return made
 
 
 def frontier(
@@ -109,6 +146,7 @@ def frontier(
     precision: Precision | str | torch.dtype | None = None,
     optimizer: str | type[torch.optim.Optimizer] = "adamw",
     grad_accumulation: int = 1,
+    micro_batches: int = 1,
     layout: str | Layout | None = None,
     memory: float | str | None = None,
     offload: Offload | str | bool | None = None,
@@ -126,7 +164,21 @@ def frontier(
         raise AutoparError(
             "a frontier ends at the least memory anyway", fix="leave memory= out, or give the most bytes that a plan may need"
         )
-    t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, on_progress, in_subprocess)
+    t = task(
+        model,
+        inputs,
+        cluster,
+        mesh,
+        loss_fn,
+        precision,
+        optimizer,
+        grad_accumulation,
+        memory,
+        offload,
+        on_progress,
+        in_subprocess,
+        micro_batches,
+    )
     most = math.inf if request.budget_bytes is None else request.budget_bytes
     found = _frontier(t, points, limits_of(options), on_progress, layout, most)
     on_progress.rest()
@@ -145,6 +197,7 @@ def explain(
     precision: Precision | str | torch.dtype | None = None,
     optimizer: str | type[torch.optim.Optimizer] = "adamw",
     grad_accumulation: int = 1,
+    micro_batches: int = 1,
     layout: str | Layout | None = None,
     memory: float | str | None = None,
     offload: Offload | str | bool | None = None,
@@ -158,7 +211,21 @@ def explain(
     "tp:out" (a loop, as `print(plan)` or the operator's rule names it), "Shard(1) over tp" (a dim of the result or of the parameter) or "Replicate over dp".
     """
     on_progress = _Stages(progress)
-    t = task(model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, on_progress, in_subprocess)
+    t = task(
+        model,
+        inputs,
+        cluster,
+        mesh,
+        loss_fn,
+        precision,
+        optimizer,
+        grad_accumulation,
+        memory,
+        offload,
+        on_progress,
+        in_subprocess,
+        micro_batches,
+    )
     limits = limits_of(options)
     training = t.training
     if Memory.of(memory).least:
@@ -196,8 +263,11 @@ def task(
     offload: Offload | str | bool | None,
     on_progress: Callable[[str, float], None],
     in_subprocess: bool = False,
+    micro_batches: int = 1,
+    captures: Captures | None = None,
 ) -> Task:
-    """Checks the arguments of `plan` and captures the model."""
+    """Checks the arguments of `plan` and captures the model, at the size of a micro-batch (the largest, where they differ). captures: of the whole batch, by the
+    parameters of the module that was captured: those of other numbers of micro-batches are made of the same."""
     where = Cluster.of(cluster)
     axes = mesh_axes(mesh, where)
     budget_bytes = Memory.of(memory).budget_bytes
@@ -211,7 +281,19 @@ def task(
     def captured(module: nn.Module) -> Graph:
         module.train()
         call = Call.of((), off_cache(module, tensors))
-        found = capture(module, call, tuple((tuple(t.shape), t.dtype) for t in call.tensors), loss_fn=loss_fn, cast=p.param)
+        shapes = tuple((tuple(t.shape), t.dtype) for t in call.tensors)
+
+        def captured_at(shapes: Shapes) -> Captured:
+            return capture(module, call, shapes, loss_fn=loss_fn, cast=p.param)
+
+        if micro_batches == 1 and captures is None:
+            found = captured_at(shapes)
+        else:
+            batch = batch_size(tuple(Tensor("", s, "") for s, _ in shapes)) or 1
+            kept = {} if captures is None else captures
+            whole = kept.setdefault(len(list(module.parameters())), WholeBatch(shapes, batch, 1))
+            samples = samples_of(batch, micro_batches, math.prod(axes.values()))[0]
+            found = whole.alone(captured_at) if micro_batches == 1 else whole.part(samples, captured_at)
         refuse_unknown_random(found.gm)
         return describe(found)
 
@@ -226,8 +308,13 @@ def task(
         optimizer,
         where.device.usable_bytes if budget_bytes is None else budget_bytes,
         grad_accumulation,
+        micro_batches,
     )
     return Task(model, folded, axes, where, Offload.of(offload, where).within(made, where))
+
+
+def shapes_of(inputs: Mapping[str, torch.Tensor | Sequence[int]]) -> list[tuple[int, ...]]:
+    return [tuple(v.shape) if isinstance(v, torch.Tensor) else tuple(v) for v in inputs.values()]
 
 
 def program(model: nn.Module, captured: Callable[[nn.Module], Graph], both: Both | None = None) -> Folded:

@@ -19,6 +19,7 @@ from autopar.planner.budgets import GRACE
 from autopar.planner.figures import figures
 from autopar.planner.formulation.apply import apply, blocking
 from autopar.planner.formulation.layouts import by_role, forbidden
+from autopar.planner.formulation.lower_bound import least_s
 from autopar.planner.formulation.names import Names
 from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.found import Found, better
@@ -171,6 +172,12 @@ def plan_graph(
             said = ""
         raise does_not_fit(found, step, said)
     return Planned(plan_of(step, done, min(training.budget_bytes, cluster.device.memory_bytes)), found, done)
+
+
+def least_of(graph: Folded, mesh_axes: Mapping[str, int], cluster: Cluster, training: TrainingConfig) -> float:
+    """Seconds that no plan of `graph` takes less than: soon known, and far from what a plan takes."""
+    v = Stages(graph, Mesh.of(dict(mesh_axes)), cluster, training).view()
+    return least_s(v.shrunk, v.rules, v.cost)
 
 
 def _smaller(a: Solution | Infeasible, b: Solution | Infeasible) -> bool:

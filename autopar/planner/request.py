@@ -111,6 +111,7 @@ def training_config(
     optimizer: str | type,
     budget_bytes: float,
     grad_accumulation: int = 1,
+    micro_batches: int = 1,
 ) -> TrainingConfig:
     """stored: dtypes of the parameters as they are stored; optimizer: a name or a class, one of unknown memory counts as Adam."""
     kind = kind_of(optimizer)
@@ -123,7 +124,7 @@ def training_config(
         traffic_bytes=kind.traffic_bytes,
         master_bytes=wide,
         budget_bytes=budget_bytes,
-        micro_batches=grad_accumulation,
+        micro_batches=grad_accumulation * micro_batches,
     )
 
 

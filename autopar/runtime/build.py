@@ -11,7 +11,7 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +22,7 @@ from torch.distributed.tensor import Placement as DPlacement
 
 from autopar import _torch
 from autopar.capture.capture import Call, Captured, NotGeneralError, Shapes, tensor_named
+from autopar.capture.micro_batches import WholeBatch
 from autopar.cost import Cost
 from autopar.distributed.agreement import Facts, agreed, from_first, highest
 from autopar.distributed.failures import during
@@ -38,8 +39,11 @@ from autopar.plan.decisions import ParamChoice
 from autopar.plan.plan import Plan
 from autopar.plan.schema import canonical, dumps
 from autopar.planner.formulation.overlap_windows import window_of
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.layout import Layout
+from autopar.planner.micro_batches import fastest, of_the_call
 from autopar.planner.offload import Offload
+from autopar.planner.planning import least_of
 from autopar.planner.precision import Precision
 from autopar.planner.propagate import propagate
 from autopar.planner.request import PlanRequest, asked, following, make_plan, refuse_other_mesh, training_config
@@ -72,6 +76,7 @@ class Config:
     dynamic: bool | None = None
     buckets: tuple[int, ...] | None = None
     bucket_collectives: bool = True
+    micro_batches: int | str | None = None
 
 
 def no_plan() -> AutoparError:
@@ -102,6 +107,10 @@ class Builder:
         self.planned = self.layout is not None
         self.once = CompileOnce(self.groups.id, self.groups.ranks) if config.backend == "inductor" else None
         self.coordinates: dict[str, torch.Tensor] = {}
+        # Of a training call; 0 until it is chosen ("auto").
+        chosen = config.micro_batches or (given.micro_batches if given is not None else 1)
+        self.micro_batches = chosen if isinstance(chosen, int) else 0
+        self.chosen: Plan | None = None  # of as many as were chosen, until it is used
         self.opened = ""  # the store of activations that are away
         self.links = self._links() if config.bucket_collectives and self.mesh.size > 1 else None
 
@@ -141,7 +150,7 @@ class Builder:
         ]
         said = {
             "mesh": self.groups.axes, "inputs": c.inputs, "outputs": c.outputs, "layout": c.layout, "precision": c.precision,
-            "optimizer": getattr(c.optimizer, "__name__", c.optimizer), "grad_accumulation": c.grad_accumulation, "backend": c.backend,
+            "optimizer": getattr(c.optimizer, "__name__", c.optimizer), "grad_accumulation": c.grad_accumulation, "micro_batches": c.micro_batches, "backend": c.backend,
             "memory": "least" if w.least else w.memory_bytes, "cluster": w.cluster, "options": w.limits, "offload": w.offload,
             "bucket_collectives": c.bucket_collectives,
         }  # fmt: skip
@@ -217,43 +226,26 @@ class Builder:
         autocast: torch.dtype | None,
         loss_only: bool,
         varying: tuple[Varying, ...] = (),
+        batch: WholeBatch | None = None,
     ) -> Step:
         """Captures and lowers one kind of call; the first one with a backward makes the plan that the others follow.
 
-        varying: sizes of it that the step shall be for all of; NotGeneralError where there is none for them."""
+        batch: that the call is a micro-batch of. varying: sizes of it that the step shall be for all of; NotGeneralError where there is none for them."""
         config = self.config
-
-        def seen_here() -> tuple[Seen, Facts]:
-            found = seen(
-                self.model, call, shapes,
-                loss_fn=config.loss_fn, loss_only=loss_only, grad=grad,
-                cast=config.precision.param, autocast=autocast, varying=varying,
-            )  # fmt: skip
-            program = "\n".join(f"{count} x {line}" for line, count in found.folded.lines)
-            # A plan names operators, so their names must be the same as well.
-            return found, {"the program": program, "its operators": "\n".join(o.name for o in found.graph.ops)}
-
-        ranks = self.groups.ranks
-        tells = self.groups.rank == 0
-        with during("capture", ranks), told("captured", tells):
-            program = agreed(self.groups, seen_here)
+        ranks, tells = self.groups.ranks, self.groups.rank == 0
+        program = self.seen(call, shapes, grad, autocast, loss_only, varying, batch)
         captured, graph, folded = program.captured, program.graph, program.folded
-        params = dict(self.model.named_parameters(remove_duplicate=False))
-        for n, p in params.items():
-            if not isinstance(p, DTensor):
-                raise AutoparError(
-                    f"parameter {n!r} came to the model after autopar.compile, so it is on no mesh",
-                    fix="change the model first, then call autopar.compile",
-                )
-        stored = {n: params[n].dtype for n in graph.params}
-        trainable = frozenset(n for n in graph.params if params[n].requires_grad)
+        stored, trainable = self.parameters(graph)
         fixed = self.plan.params if self.plan and self.planned else {}
         decides = not self.planned and any(o.direction == "backward" for o in graph.ops)
         if decides:
             with during("planning", ranks):
-                plan = self.make_plan(folded, stored, trainable)
+                plan = self.chosen or self.make_plan(folded, stored, trainable)
+                self.chosen = None
         else:
             plan = propagate(graph, self.layout or self.following, self.groups.axes, trainable, fixed)
+        if batch is not None:
+            plan = replace(plan, micro_batches=self.micro_batches).answering_as(plan)
         if captured.family is not None:
             made_for = "; ".join(v.said(call.paths) for v in captured.family.varying)
             plan = replace(plan, solver={**plan.solver, "sizes": made_for})
@@ -277,6 +269,64 @@ class Builder:
         self.planned = self.planned or decides
         return step
 
+    def seen(
+        self,
+        call: Call,
+        shapes: Shapes,
+        grad: bool,
+        autocast: torch.dtype | None,
+        loss_only: bool,
+        varying: tuple[Varying, ...] = (),
+        batch: WholeBatch | None = None,
+    ) -> Seen:
+        """What the model computes of such a call: the same program on all ranks."""
+        config = self.config
+
+        def seen_here() -> tuple[Seen, Facts]:
+            found = seen(
+                self.model, call, shapes,
+                loss_fn=config.loss_fn, loss_only=loss_only, grad=grad,
+                cast=config.precision.param, autocast=autocast, varying=varying, batch=batch,
+            )  # fmt: skip
+            program = "\n".join(f"{count} x {line}" for line, count in found.folded.lines)
+            # A plan names operators, so their names must be the same as well.
+            return found, {"the program": program, "its operators": "\n".join(o.name for o in found.graph.ops)}
+
+        with during("capture", self.groups.ranks), told("captured", self.groups.rank == 0):
+            return agreed(self.groups, seen_here)
+
+    def parameters(self, graph: Graph) -> tuple[dict[str, torch.dtype], frozenset[str]]:
+        """Of those that a program reads the dtypes, and which are trained."""
+        params = dict(self.model.named_parameters(remove_duplicate=False))
+        for n, p in params.items():
+            if not isinstance(p, DTensor):
+                raise AutoparError(
+                    f"parameter {n!r} came to the model after autopar.compile, so it is on no mesh",
+                    fix="change the model first, then call autopar.compile",
+                )
+        return {n: params[n].dtype for n in graph.params}, frozenset(n for n in graph.params if params[n].requires_grad)
+
+    def choose(self, numbers: Sequence[int], task: Callable[[int], Seen]) -> None:
+        """Plans each of these numbers of micro-batches for the call whose program `task` captures, and takes what is fastest. Collective."""
+        assert self.cluster is not None
+        cluster = self.cluster
+
+        def least_s(m: int, found: Seen) -> float:
+            self.micro_batches = m
+            return m * least_of(found.folded, self.groups.axes, cluster, self.training(*self.parameters(found.graph)))
+
+        def planned(m: int, found: Seen) -> Plan:
+            self.micro_batches = m
+            with during("planning", self.groups.ranks):
+                return self.make_plan(found.folded, *self.parameters(found.graph))
+
+        try:
+            self.chosen, best = fastest(numbers, task, least_s, planned)
+            self.micro_batches = best.number
+        except BaseException:
+            self.micro_batches = 0
+            raise
+
     def _general(self, captured: Captured, graph: Graph, plan: Plan, settings: Settings, kind: str) -> Step:
         """A step for all sizes of some dims; NotGeneralError says why there is none."""
         try:
@@ -296,17 +346,20 @@ class Builder:
 
     def make_plan(self, folded: Folded, stored: dict[str, torch.dtype], trainable: frozenset[str]) -> Plan:
         """One rank plans, all apply what it says."""
-        request, c = self.config.request, self.config
-
-        budget_bytes = request.memory_bytes or (self.cluster.device.usable_bytes if self.cluster else math.inf)
-        s = training_config(stored, trainable, c.precision.reduce, c.optimizer, budget_bytes, c.grad_accumulation)
-        s = replace(s, fuses=c.backend == "inductor")
-        if self.cluster is not None:
-            s = Offload.of(request.offload, self.cluster).within(s, self.cluster)
-        plan = Plan.loads(from_first(self.groups, lambda: dumps(make_plan(request, self.cluster, folded, self.groups.axes, s))))
+        request, axes = self.config.request, self.groups.axes
+        s = self.training(stored, trainable)
+        made = Plan.loads(from_first(self.groups, lambda: dumps(make_plan(request, self.cluster, folded, axes, s))))
         if request.plan is not None or self.cluster is None:
-            return plan
-        return asked(plan, request, self.cluster, folded, self.groups.axes, s)
+            return made
+        return of_the_call(asked(made, request, self.cluster, folded, axes, s), self.micro_batches)
+
+    def training(self, stored: dict[str, torch.dtype], trainable: frozenset[str]) -> TrainingConfig:
+        """What a plan depends on besides the program."""
+        request, c = self.config.request, self.config
+        budget_bytes = request.memory_bytes or (self.cluster.device.usable_bytes if self.cluster else math.inf)
+        s = training_config(stored, trainable, c.precision.reduce, c.optimizer, budget_bytes, c.grad_accumulation, self.micro_batches)
+        s = replace(s, fuses=c.backend == "inductor")
+        return s if self.cluster is None else Offload.of(request.offload, self.cluster).within(s, self.cluster)
 
     def store(self, plan: Plan) -> str:
         """The name of the place that keeps activations for this model, opened when a plan first wants one; "" where none does."""

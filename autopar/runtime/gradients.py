@@ -21,6 +21,7 @@ class GradSync:
         self.enabled = True
         self.count = 0
         self.buffers: dict[str, torch.Tensor] = {}
+        self.reduced: dict[str, torch.Tensor] = {}  # gradients that are reduced already, and not handed over yet
 
     def variant(self, enabled: bool) -> tuple[bool, bool]:
         """Which backward runs next: (gradients are reduced, with those of earlier ones)."""
@@ -36,6 +37,16 @@ class GradSync:
         self.buffers = {}  # nobody but the step holds them: each is freed when its gradient is added
         results = dict(step.backward(saved, values, sync, accumulated))
         if sync:
+            for name, t in self.reduced.items():
+                mine = results.get(Role("grad", name))
+                results[Role("grad", name)] = t if mine is None else mine + t
+            self.reduced = {}
             return results
         self.buffers = {r.name: t for r, t in results.items() if r.kind == "grad" and t is not None}
         return {r: t for r, t in results.items() if r.kind != "grad"}
+
+    def add(self, unreduced: Mapping[str, torch.Tensor], reduced: Mapping[str, torch.Tensor]) -> None:
+        """Gradients of micro-batches of the call whose last backward runs next."""
+        for mine, more in ((self.buffers, unreduced), (self.reduced, reduced)):
+            for name, t in more.items():
+                mine[name] = mine[name] + t if name in mine else t

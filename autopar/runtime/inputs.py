@@ -79,6 +79,12 @@ class InputReader:
             )
         return laid(t.detach().to(device=device, dtype=dtype), order)
 
+    def whole(self, t: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        """Input `t` of all ranks, of `shape`. Collective where inputs are local."""
+        there, p = t.detach().to(device), Placement.of(shape)
+        came = self.arrival(t, p)
+        return there if self.mode == "global" or came == p else self._dtensor(there, came).full_tensor()
+
     def arrival(self, t: torch.Tensor, p: Placement) -> Placement:
         """How the local input `t` comes, of which the plan places the whole at `p`."""
         whole = tuple(t.shape) == p.shape

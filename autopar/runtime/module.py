@@ -8,12 +8,12 @@ optimizer built earlier keeps working.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, overload
 
 import torch
@@ -24,6 +24,7 @@ from autopar import _torch
 from autopar._torch import stepping
 from autopar.capture.capture import LOSS, Call, NotGeneralError, Role, Shapes, off_cache, tensor_named
 from autopar.capture.effects import refuse_global_hooks, set_flags
+from autopar.capture.micro_batches import WholeBatch
 from autopar.checkpoint.pretrained import read_pretrained, write_pretrained
 from autopar.distributed.failures import during
 from autopar.distributed.shards import cut
@@ -32,12 +33,14 @@ from autopar.plan.plan import Plan
 from autopar.runtime.buckets import Buckets, Lengths, to_longest
 from autopar.runtime.buckets import cut as cut_padding
 from autopar.runtime.build import Builder, Config, no_plan
+from autopar.runtime.calls import autocast_dtype, hashable, signed
 from autopar.runtime.check import FirstStep, asked
 from autopar.runtime.copies import copied
 from autopar.runtime.eager_calls import is_method_of, run_whole
 from autopar.runtime.gradients import GradSync
 from autopar.runtime.hooks import refuse_unfit_hooks
 from autopar.runtime.inputs import UnequalSizesError
+from autopar.runtime.micro_batches import MicroBatches, PartedCall, not_kept
 from autopar.runtime.optimizers import watch
 from autopar.runtime.outputs import LossOutput, NotComputedError, OutputGiver
 from autopar.runtime.programs import FIXED, Counts, Program, Programs
@@ -90,11 +93,12 @@ class ParallelModule(nn.Module):
         self._outputs = OutputGiver(self._builder.groups, self._reader, self._builder.device)
         self._touched: set[bool] = set()  # in training (True), in evaluation (False): outputs besides the loss were asked for
         self._sync = GradSync(config.grad_accumulation)
+        self._micro = MicroBatches()
         self._seed: int | None = None
         self._calls = 0
         watch(self, config.optimizer)
         if config.loss_fn is None:
-            self.__dict__["forward"] = _signed(self.forward, model.forward)
+            self.__dict__["forward"] = signed(self.forward, model.forward)
         self.__dict__["_made"] = True  # from here on, attributes are the model's
 
     # ---- the call --------------------------------------------------------------------------------------------
@@ -104,18 +108,26 @@ class ParallelModule(nn.Module):
         call, step, lengths = self._agreed(args, kwargs)
         tensors = Tensors.of(self)
         with during("forward: local inputs", self._builder.groups.ranks):
-            values = self._values(step, call, tensors)
-        run, outputs = self._run(step, values, call, tensors)
-        if step.captured.notes.sets:
-            set_flags(self.__dict__["_wrapped"], step.captured.notes)
+            if isinstance(step, PartedCall):
+                run: Run = self._micro.run(self, call, step, tensors)
+            else:
+                values = self._values(step, call, tensors)
+        if isinstance(step, PartedCall):
+            outputs = Apply.apply(run, len(tensors.trained), *tensors.trained.values())
+        else:
+            run, outputs = self._run(step, values, call, tensors)
+        if run.step.captured.notes.sets:
+            set_flags(self.__dict__["_wrapped"], run.step.captured.notes)
         return self._pack(run, outputs, lengths)
 
-    def _agreed(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[Call, Step, Lengths]:
+    def _agreed(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[Call, Step | PartedCall, Lengths]:
         """The call, padded where it has to be, and its step. Ranks that pass sequences of other lengths than each other, as those do that pad their batches one by one,
         pad to the longest of all."""
 
-        def of(lengths: Lengths, args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[Call, Step, Lengths]:
+        def of(lengths: Lengths, args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[Call, Step | PartedCall, Lengths]:
             call = Call.of(args, kwargs)
+            if self.training and self._needs_grad(call) and (number := self._micro.number(self, call)) > 1:
+                return call, self._micro.parted(self, call, number), lengths
             return call, self._step_for(call, self._needs_grad(call)), lengths
 
         given: tuple[tuple[object, ...], Mapping[str, object]] = args, kwargs
@@ -145,32 +157,35 @@ class ParallelModule(nn.Module):
         with torch.no_grad():
             return run, run.forward()
 
-    def _step_for(self, call: Call, grad: bool) -> Step:
+    def _step_for(self, call: Call, grad: bool, batch: WholeBatch | None = None, whole: Call | None = None) -> Step:
+        """batch, whole: that the call is a micro-batch of."""
         stepping.leave()
         version = self._state.now()
         self._check_hooks(version)
         refuse_global_hooks()
         self._builder.groups.bind()
-        autocast = torch.get_autocast_dtype(self._builder.device.type) if torch.is_autocast_enabled(self._builder.device.type) else None
+        autocast = autocast_dtype(self._builder.device)
         shapes = self._reader.global_shapes(call)
         formats = tuple((t.requires_grad, order_of(t)) for t in call.tensors)
         loss_only = self._config.outputs == "loss" and self.training not in self._touched
-        constants = _hashable(call.constants)
-        kind = (self.training, grad, autocast, call.spec, constants, formats, loss_only)
+        constants = hashable(call.constants)
+        loss_only = loss_only or batch is not None
+        part = None if batch is None else (batch.of, batch.parts)
+        kind = (self.training, grad, autocast, call.spec, constants, formats, loss_only, part)
         step = self._held(kind, shapes, version)
         with during("comparing the batches of the ranks", self._builder.groups.ranks):
-            how = (self.training, grad, autocast, formats, loss_only)
-            self._reader.check_same(call, shapes, how, None if step is not None else lambda: self._why_new(kind, shapes))
+            how = (self.training, grad, autocast, formats, loss_only, part)
+            self._reader.check_same(whole or call, shapes, how, None if step is not None else lambda: self._why_new(kind, shapes))
         if step is not None:
             return step
         was_planned = self._builder.planned
         content = dict(self._state.content)
         seen = self._programs.seen(call, constants)
         while True:
-            general = self._programs.may_generalize(kind)
+            general = batch is None and self._programs.may_generalize(kind)
             varying = seen.varying(call, shapes, self._builder.batch_ranks, was_planned) if general else ()
             try:
-                made = self._builder.build(call, shapes, grad, autocast, loss_only, varying)
+                made = self._builder.build(call, shapes, grad, autocast, loss_only, varying, batch)
             except NotGeneralError as e:
                 seen.refused(e.what)
                 continue
@@ -227,9 +242,15 @@ class ParallelModule(nn.Module):
         return found.at(shapes)
 
     def _values(
-        self, step: Step, call: Call, tensors: Tensors | None = None, counters: Callable[[], torch.Tensor] | None = None
+        self,
+        step: Step,
+        call: Call,
+        tensors: Tensors | None = None,
+        counters: Callable[[], torch.Tensor] | None = None,
+        given: Mapping[Role, torch.Tensor] = MappingProxyType({}),
     ) -> dict[Role, torch.Tensor]:
-        """A local tensor for every role of the step's graph inputs but tangents. counters: of random operators, by default those of a new call."""
+        """A local tensor for every role of the step's graph inputs but tangents. counters: of random operators, by default those of a new call; given: values of the
+        batch that the call is a part of."""
         values: dict[Role, torch.Tensor] = {}
         tensors = tensors or Tensors.of(self)
         params, buffers = tensors.params, tensors.buffers
@@ -242,6 +263,8 @@ class ParallelModule(nn.Module):
                 values[role] = self._builder.coordinate(role.name)
             elif role.kind == "seed":
                 values[role] = (counters or self._counters)()
+            elif role in given:
+                values[role] = given[role]
         for a in self._builder.mesh.axes:
             values.setdefault(Role("coordinate", a.name), self._builder.coordinate(a.name))
         for i, (t, p) in enumerate(zip(call.tensors, step.plan.inputs, strict=True)):
@@ -276,7 +299,8 @@ class ParallelModule(nn.Module):
         leaves = [captured.constants.get(i, o) for i, o in enumerate(outputs)]
         result = _torch.pytree.tree_unflatten(leaves, captured.out_spec)
         if captured.loss_only:
-            return result[LOSS] if self._config.loss_fn is not None else LossOutput(result[LOSS], self._rest(run, lengths))
+            rest = self._rest(run, lengths) if captured.samples is None else not_kept(self._builder.micro_batches)
+            return result[LOSS] if self._config.loss_fn is not None else LossOutput(result[LOSS], rest)
         return cut_padding(result, lengths) if lengths else result
 
     def _rest(self, run: Run, lengths: Lengths) -> Callable[[], Any]:
@@ -310,10 +334,8 @@ class ParallelModule(nn.Module):
     def prepare(self, *args: object, **kwargs: object) -> Step:
         """Captures and compiles the step for a call with these arguments, without running it."""
         kwargs = off_cache(self.__dict__["_wrapped"], kwargs)
-        if self._buckets is not None:
-            args, (kwargs, _) = (), self._buckets.padded(args, kwargs)
-        call = Call.of(args, kwargs)
-        return self._step_for(call, self._needs_grad(call))
+        step = self._agreed(args, kwargs)[1]
+        return step.steps[-1] if isinstance(step, PartedCall) else step
 
     def _needs_grad(self, call: Call) -> bool:
         """Also where only inputs want gradients: a frozen or parameterless model."""
@@ -466,26 +488,3 @@ class ParallelModule(nn.Module):
         for name, m in [("", self), *self.__dict__["_wrapped"].named_modules()]:
             refuse_unfit_hooks(m, name or type(self.__dict__["_wrapped"]).__name__)
         self._checked = version
-
-
-def _signed(forward: Callable[..., object], like: Callable[..., object]) -> Callable[..., object]:
-    """`forward` with the signature of `like`, by which libraries choose what they pass."""
-
-    def signed(*args: object, **kwargs: object) -> object:
-        return forward(*args, **kwargs)
-
-    signed.__name__, signed.__doc__ = "forward", like.__doc__
-    with contextlib.suppress(TypeError, ValueError):
-        vars(signed)["__signature__"] = inspect.signature(like)
-    return signed
-
-
-def _hashable(constants: tuple[Any, ...]) -> tuple[Any, ...]:
-    out = []
-    for c in constants:
-        try:
-            hash(c)
-            out.append(c)
-        except TypeError:
-            out.append(repr(c))
-    return tuple(out)

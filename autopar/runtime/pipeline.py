@@ -26,6 +26,7 @@ from torch import nn
 
 from autopar.capture.capture import Call, Captured, Shapes, capture
 from autopar.capture.describe import describe
+from autopar.capture.micro_batches import WholeBatch
 from autopar.capture.randomness import refuse_unknown_random
 from autopar.cost import Cost
 from autopar.distributed.groups import Groups
@@ -80,12 +81,15 @@ def seen(
     cast: torch.dtype | None,
     autocast: torch.dtype | None,
     varying: tuple[Varying, ...] = (),
+    batch: WholeBatch | None = None,
 ) -> Seen:
-    """See `autopar.capture.capture.capture` for the arguments."""
+    """See `autopar.capture.capture.capture` for the arguments. batch: that the call is a micro-batch of."""
+
+    def captured_at(shapes: Shapes) -> Captured:
+        return capture(model, call, shapes, loss_fn=loss_fn, loss_only=loss_only, grad=grad, cast=cast, autocast=autocast, varying=varying)
+
     with timed("capture"):
-        captured = capture(
-            model, call, shapes, loss_fn=loss_fn, loss_only=loss_only, grad=grad, cast=cast, autocast=autocast, varying=varying
-        )
+        captured = captured_at(shapes) if batch is None else batch.part(batch.samples(shapes), captured_at)
         graph = describe(captured)
         refuse_unknown_random(captured.gm)
     with timed("fold"):

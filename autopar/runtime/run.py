@@ -105,6 +105,10 @@ class Run:
                 outputs.append(self.wrap(t, role.index))
         return tuple(outputs)
 
+    def reduce(self, saved: list[torch.Tensor], values: dict[Role, torch.Tensor]) -> dict[Role, torch.Tensor | None]:
+        """Runs backward. values: also the outputs' tangents."""
+        return self.module._sync.reduce(self.step, saved, values, self.sync)
+
     def wholes(self) -> dict[Role, torch.Tensor]:
         """What the captured graph takes, at global shapes; collective."""
         b, plan = self.module._builder, self.step.plan
@@ -165,7 +169,7 @@ class Apply(torch.autograd.Function):
         with shared(groups, run.number, "backward", reduces), torch.no_grad():
             if check is not None:
                 check.backward(saved, values, lambda: run.tangents(values))
-            params = module._sync.reduce(step, saved, values, run.sync)
+            params = run.reduce(saved, values)
             if check is not None:
                 check.ran_backward([(r, params.get(r)) for r in step.base.backward_outputs])
         out: list[torch.Tensor | None] = []

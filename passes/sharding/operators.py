@@ -8,11 +8,12 @@ import torch
 from torch import fx
 
 from autopar import _torch
+from autopar.capture.micro_batches import Samples
 from autopar.graph.graph import Op, Tensor
 from autopar.passes import local
 from autopar.passes.demands import ORDERS, captured_orders, is_foreign, orders
 from autopar.passes.lay_out import COPIED, copying
-from autopar.passes.local.context import Local
+from autopar.passes.local.context import Local, Part
 from autopar.passes.local.sizes import SIZE_ARG
 from autopar.passes.sharding.emit import Emitter
 from autopar.passes.sharding.groups import group_name
@@ -26,9 +27,11 @@ HOLDS = "holds"  # meta of a node: (name, placement) of the captured values that
 
 
 class Operators:
-    """seed: the placeholder of the step's random seed."""
+    """seed: the placeholder of the step's random seed; samples: which part of a batch this is a program of, None for the whole: then the seed's third element is the
+    first sample's number."""
 
-    def __init__(self, emit: Emitter, versions: Versions, plan: Decisions, seed: fx.Node) -> None:
+    def __init__(self, emit: Emitter, versions: Versions, plan: Decisions, seed: fx.Node, samples: Samples | None = None) -> None:
+        self.samples = samples
         self.emit, self.versions, self.plan, self.mesh, self.seed = emit, versions, plan, plan.mesh, seed
         self.random_ops = 0
 
@@ -121,6 +124,9 @@ class Operators:
         index = self.random_ops
         if is_random and op.direction == "forward":
             self.random_ops += 1
+        part = None
+        if is_random and self.samples is not None and op.name in self.samples.random:
+            part = Part(*self.samples.random[op.name], self.samples.samples, self.samples.of, self.samples.parts)
         target = node.target
         assert callable(target)
         extra = [*self.versions.coordinates.values(), self.seed]
@@ -132,7 +138,7 @@ class Operators:
             seed = tensors[-1]
             ctx = Local(
                 op, rule, self.mesh, strategy, want, made, coords.__getitem__,
-                lambda a: group_name(self.emit.options.group_prefix, a), lambda: seed, index,
+                lambda a: group_name(self.emit.options.group_prefix, a), lambda: seed, index, part,
             )  # fmt: skip
             a, k = fx.map_arg((args, kwargs), lambda _: next(mine))
             return local.apply(ctx, target, tuple(a), dict(k))

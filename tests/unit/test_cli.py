@@ -106,6 +106,8 @@ def test_plan_passes_everything_on(planning: Callable[..., list[Any]], tmp_path:
         "sgd",
         "--grad-accumulation",
         "4",
+        "--micro-batches",
+        "auto",
         "--memory",
         "70GB",
         "--layout",
@@ -119,7 +121,7 @@ def test_plan_passes_everything_on(planning: Callable[..., list[Any]], tmp_path:
     assert type(model).__name__ == "Qwen3ForCausalLM" and model.config.num_hidden_layers == 2
     assert (inputs, cluster, mesh) == ({"input_ids": (16, 512), "labels": (16, 512)}, "h100:1x8", "4x2")
     assert kwargs == {
-        "precision": "fp32", "optimizer": "sgd", "grad_accumulation": 4, "memory": 70 * 10**9, "layout": "fsdp", "options": {"seconds": 30.0, "gap": 0.02},
+        "precision": "fp32", "optimizer": "sgd", "grad_accumulation": 4, "micro_batches": "auto", "memory": 70 * 10**9, "layout": "fsdp", "options": {"seconds": 30.0, "gap": 0.02},
         "in_subprocess": False, "offload": "host",
     }  # fmt: skip
     assert r.stdout == a_plan().text() + "\n" and "capture: 1.2 s" in r.stderr
@@ -132,7 +134,7 @@ def test_plan_defaults(planning: Callable[..., list[Any]]) -> None:
     assert r.exit_code == 0 and Plan.loads(r.stdout) == a_plan()
     ((model, _, _, mesh), kwargs) = calls[0]
     assert model.config.num_hidden_layers == 28 and mesh is None
-    said = {"precision": "bf16", "optimizer": "adamw", "grad_accumulation": 1}
+    said = {"precision": "bf16", "optimizer": "adamw", "grad_accumulation": 1, "micro_batches": 1}
     assert kwargs == {**said, "memory": None, "offload": None, "layout": None, "options": None, "in_subprocess": False}
     run(*PLAN, "--mesh", "dp=4,tp=2")
     assert calls[1][0][3] == {"dp": 4, "tp": 2}

@@ -127,6 +127,7 @@ def test_no_field_is_overlooked() -> None:
         "modules": {name: "other"},
         "segments": {"layers": (1, 2)},
         "together": 2,
+        "micro_batches": 2,
         "cluster": "x",
         "activations": {},
         "recompute": frozenset(),

@@ -1,0 +1,124 @@
+"""How many micro-batches a batch is run as, one after the other.
+
+A plan of m micro-batches is the plan of one of them, whose gradients are reduced once in m (`TrainingConfig.micro_batches`): a call takes m times as long, and memory is of
+one micro-batch's activations, with unreduced gradients beside them. What is fastest is not known before it is planned: fewer activations at a time allow less to be made
+again and parameters to be spread less, but parameters are gathered m times, and kernels are smaller. So "auto" plans each of 1, 2, 4, ... but for those that cannot be
+faster than what was found:
+
+    m x sum over operators of the least that each takes on all devices     (`formulation.lower_bound.least_s`)
+
+No plan over all that were tried takes less than the least of their bounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+from autopar.errors import AutoparError
+from autopar.plan.plan import Plan
+from autopar.planner.infeasible import InfeasibleError
+from autopar.text.times import format_time
+
+AUTO = "auto"
+T = TypeVar("T")
+
+
+def checked(number: object) -> int | str:
+    """`micro_batches=` of who plans: a number, or AUTO."""
+    if number == AUTO:
+        return AUTO
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise AutoparError(f"micro_batches={number!r} is no number of micro-batches", fix='pass 1 or more, or "auto" to have it planned')
+    return number
+
+
+def candidates(batch: int) -> list[int]:
+    """1, 2, 4, ... up to one sample each; in place of a power of two the next number that divides the batch, if that is less than twice it."""
+    powers = [2**k for k in range(batch.bit_length()) if 2**k <= batch]
+    return list(dict.fromkeys(next((m for m in range(p, min(2 * p, batch + 1)) if batch % m == 0), p) for p in powers))
+
+
+def of_the_call(plan: Plan, number: int) -> Plan:
+    """`plan`, of one micro-batch, as that of a call of so many: its times are the call's."""
+    if number == 1:
+        return plan
+
+    def times(figures: dict[str, T]) -> dict[str, T]:
+        return {k: v * number if _is_time(k) and isinstance(v, (int, float)) else v for k, v in figures.items()}  # type: ignore[misc]
+
+    return replace(plan, micro_batches=number, predicted=times(plan.predicted), solver=times(plan.solver)).answering_as(plan)
+
+
+def _is_time(key: str) -> bool:
+    return key.endswith("_s") and not key.endswith("_per_s")
+
+
+@dataclass(frozen=True)
+class Tried(Generic[T]):
+    """What planning so many micro-batches gave. plan: None where there is none; bound_s: no plan takes less; why: there is no plan; made: what it was planned from."""
+
+    number: int
+    plan: Plan | None
+    bound_s: float
+    why: str
+    made: T | None
+
+    @property
+    def seconds(self) -> float:
+        return math.inf if self.plan is None else self.plan.predicted["step_time_s"]
+
+    def __str__(self) -> str:
+        if self.plan is not None:
+            return f"{self.number}: {format_time(self.seconds)}"
+        return f"{self.number}: {self.why}"
+
+
+def fastest(
+    numbers: Iterable[int],
+    task: Callable[[int], T],
+    least_s: Callable[[int, T], float],
+    planned: Callable[[int, T], Plan],
+    is_late: Callable[[], bool] = lambda: False,
+) -> tuple[Plan, Tried[T]]:
+    """The fastest plan of those for `numbers` of micro-batches, which says what the others take, and of which it is.
+
+    task: the program of one micro-batch; least_s: what no plan of it takes less than, of a call; planned: its plan, of the call; is_late: whether no more are tried, of
+    which it is then said that they were not. Raises what planning the first raises where none has a plan: InfeasibleError, or that the program cannot be run so."""
+    tried: list[Tried[T]] = []
+    first: AutoparError | None = None
+    for m in numbers:
+        best = min(tried, key=lambda t: t.seconds, default=None)
+        if best is not None and best.plan is not None and is_late():
+            tried.append(Tried(m, None, 0.0, "not tried, for want of time", None))
+            continue
+        try:
+            made = task(m)
+            bound_s = least_s(m, made)
+            if best is not None and bound_s >= best.seconds:
+                tried.append(Tried(m, None, bound_s, f"no less than {format_time(bound_s)}", None))
+                continue
+            plan = planned(m, made)
+            tried.append(Tried(m, plan, float(plan.solver["bound_s"]), "", made))
+        except InfeasibleError as e:
+            first = first or e
+            tried.append(Tried(m, None, math.inf, "does not fit", None))
+        except AutoparError as e:
+            first = first or e
+            tried.append(Tried(m, None, math.inf, "the program cannot be run so", None))
+            if m > 1:
+                break  # nor as more
+    best = min(tried, key=lambda t: t.seconds)
+    if best.plan is None:
+        assert first is not None
+        raise first
+    bound_s = min(best.seconds, *(t.bound_s for t in tried)) if len(tried) > 1 else best.bound_s
+    solver = {
+        **best.plan.solver,
+        "bound_s": bound_s,
+        "gap": 1 - bound_s / best.seconds if best.seconds else 0.0,
+        "micro_batches": "; ".join(map(str, tried)),
+    }
+    return replace(best.plan, solver=solver).answering_as(best.plan), best

@@ -1,0 +1,240 @@
+"""A call run as micro-batches is the call on one device: its loss, every gradient, three steps of AdamW.
+
+python -m tests.dist.test_micro_batches --processes 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.errors import AutoparError
+from autopar.kernels.random import EagerRandom
+from autopar.runtime.outputs import NotComputedError
+from tests.dist.launch import run
+from tests.dist.test_planned import _cluster
+from tests.models import ZOO
+from tests.wide import cases
+
+BATCH, SEQ, SEED = 8, 16, 3
+
+
+class Mlp(nn.Module):
+    """A mean over elements, part of it by hand, beside what no sample is in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = self.net(x)
+        decay = sum(p.square().sum() for p in self.net.parameters())
+        return {"loss": F.mse_loss(out, y) + (out.abs().sum() / x.shape[0]) * 0.1 + 0.01 * decay, "out": out}
+
+
+class Masked(nn.Module):
+    """A sum over a count of the data's, and a sample's own position looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, at: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = self.net(x)
+        picked = out[torch.arange(x.shape[0]), at]
+        return {"loss": (out.square().mean(-1) * mask).sum() / mask.sum().clamp(min=1) + picked.sum() / (at > 1).sum()}
+
+
+def _built(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(SEED)
+    g = torch.Generator().manual_seed(1)
+    if name == "mlp":
+        return Mlp(), {"x": torch.randn(BATCH, 6, generator=g), "y": torch.randn(BATCH, 4, generator=g)}
+    if name == "masked":
+        mask = (torch.rand(BATCH, 3, generator=g) > 0.5).float()
+        mask[:3] = 0  # of a whole micro-batch
+        return Masked(), {"x": torch.randn(BATCH, 3, 6, generator=g), "mask": mask, "at": torch.randint(0, 3, (BATCH,), generator=g)}
+    return ZOO[name].build(2).train(), ZOO[name].inputs(BATCH, SEQ)
+
+
+def _trained(
+    name: str,
+    number: int | str | None,
+    layout: str | None,
+    local: bool = False,
+    steps: int = 3,
+    scale: float = 1.0,
+    backend: str = "aot_eager",
+) -> float:
+    """Trains compiled and on one device; the largest difference of losses, gradients and parameters, as a share of each tensor's largest element."""
+    reference, batch = _built(name)
+    model = copy.deepcopy(reference)
+    torch.manual_seed(SEED)
+    planned: dict[str, Any] = {"cluster": _cluster()} if layout is None else {"layout": layout}
+    compiled = autopar.compile(model, backend=backend, micro_batches=number, inputs="local" if local else "global", **planned)
+    optimizers = [torch.optim.AdamW(m.parameters(), 1e-3, eps=1e-3) for m in (reference, compiled)]
+    worst = 0.0
+
+    def differs(a: torch.Tensor, b: torch.Tensor) -> float:
+        whole = b.full_tensor() if isinstance(b, DTensor) else b
+        assert whole.shape == a.shape
+        return float((a - whole).abs().max() / (a.abs().max() + 1e-6))
+
+    for step in range(steps):
+        with EagerRandom(SEED, step):
+            loss = reference(**batch)["loss"]
+            (loss * scale).backward()
+        each = BATCH // compiled.data_world if local else BATCH
+        first = each * compiled.data_rank if local else 0
+        mine = compiled(**{k: v[first : first + each] for k, v in batch.items()})["loss"]
+        assert mine.dim() == 0
+        (mine * scale).backward()
+        worst = max(worst, differs(loss.detach(), mine.detach()))
+        for (n, p), q in zip(reference.named_parameters(), compiled.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), n
+            if p.grad is not None and q.grad is not None:
+                worst = max(worst, differs(p.grad, q.grad))
+        for o in optimizers:
+            o.step()
+            o.zero_grad()
+        worst = max(worst, *(differs(p.detach(), q.detach()) for p, q in zip(reference.parameters(), compiled.parameters(), strict=True)))
+    assert compiled.plan.micro_batches == (number if isinstance(number, int) else compiled.plan.micro_batches)
+    return worst
+
+
+Case = tuple[str, int | str | None, str | None, bool]
+CASES: list[Case] = [
+    ("llama", 3, "fsdp", False),
+    ("llama", 2, None, True),
+    ("gpt2", 2, "ddp", True),
+    ("mlp", 3, "ddp", False),
+    ("mlp", "auto", None, False),
+    ("masked", 4, "fsdp", True),
+    ("lora", 2, "fsdp", False),
+]
+MORE: list[Case] = [
+    *((name, m, layout, False) for name in ("llama", "gpt2", "bert", "t5", "mixtral") for m in (1, 2, 3) for layout in ("fsdp", "ddp", None)),
+    *((name, m, "fsdp", True) for name in ("llama", "gpt2", "bert", "masked") for m in (2, 3)),
+    *((name, m, layout, False) for name in ("mlp", "masked", "lora") for m in (2, 3, 8) for layout in ("fsdp", None)),
+]  # fmt: skip
+
+
+def _all(which: list[Case]) -> list[float]:
+    return [_trained(name, m, layout, local) for name, m, layout, local in which]
+
+
+@pytest.mark.parametrize("which", cases([CASES, MORE], [CASES]), ids=["some", "more"][: len(cases([CASES, MORE], [CASES]))])
+def test_equals_one_device(which: list[Case]) -> None:
+    for ranks in run(_all, 2, which):
+        assert max(ranks) < 2e-4, list(zip(which, ranks, strict=True))
+
+
+def test_equals_one_device_alone() -> None:
+    (found,) = run(_all, 1, [("llama", 8, "fsdp", False), ("gpt2", 3, "fsdp", False), ("mlp", 2, "ddp", False)])
+    assert max(found) < 2e-4, found
+
+
+def _loops() -> None:
+    """What a loop does besides: scales, accumulates, clips, has hooks, asks for more than the loss; and what it may not."""
+    assert _trained("llama", 3, "fsdp", scale=1024.0) < 2e-4
+    reference, batch = _built("llama")
+    compiled = autopar.compile(copy.deepcopy(reference), layout="fsdp", backend="aot_eager", micro_batches=3)
+    called: list[int] = []
+    next(compiled.parameters()).register_post_accumulate_grad_hook(lambda p: called.append(1) if p.grad is not None else None)
+    halves = [{k: v[i : i + 4] for k, v in batch.items()} for i in (0, 4)]
+    for half, k in zip(halves, (3.0, 0.5), strict=True):
+        (reference(**half).loss * k).backward()
+    with compiled.no_sync():
+        (compiled(**halves[0]).loss * 3.0).backward()
+    assert not called
+    (compiled(**halves[1]).loss * 0.5).backward()
+    assert len(called) == 1
+    ours, theirs = (torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (compiled, reference))
+    assert isinstance(ours, DTensor)
+    assert torch.allclose(ours.full_tensor(), theirs, rtol=1e-4)
+    for p, q in zip(reference.parameters(), compiled.parameters(), strict=True):
+        assert isinstance(q.grad, DTensor)
+        assert p.grad is not None
+        assert torch.allclose(p.grad, q.grad.full_tensor(), rtol=1e-3, atol=1e-6)
+    out = compiled(**batch)
+    with pytest.raises(NotComputedError, match="3 micro-batches"):
+        out.logits  # noqa: B018
+    out.loss.backward(retain_graph=True)
+    with pytest.raises(AutoparError, match="backward runs twice"):
+        out.loss.backward()
+    last = {k: v[:1] for k, v in batch.items()}  # fewer samples than micro-batches
+    assert torch.allclose(compiled(**last).loss.detach(), reference(**last).loss.detach(), rtol=1e-5)
+    with torch.no_grad():
+        assert torch.allclose(compiled(**batch).logits, reference(**batch).logits, atol=1e-4)
+
+
+def test_loops() -> None:
+    run(_loops, 2)
+
+
+def _refused() -> list[str]:
+    said = []
+
+    def refusal(model: nn.Module, batch: dict[str, Any], number: Any = 2, **more: Any) -> None:
+        with pytest.raises(AutoparError) as e:
+            autopar.compile(model, layout="fsdp", backend="aot_eager", micro_batches=number, **more)(**batch)
+        said.append(str(e.value))
+
+    conv = ZOO["convnet"].build(1).train()
+    refusal(conv, {"x": torch.randn(4, 3, 16, 16), "target": torch.zeros(4, dtype=torch.int64)}, loss_fn=F.cross_entropy)
+
+    class Contrasts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(6, 4)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            z = F.normalize(self.net(x), dim=-1)
+            return {"loss": F.cross_entropy(z @ z.T, torch.arange(len(x)))}
+
+    x = {"x": torch.randn(4, 6)}
+    refusal(Contrasts(), x)
+    refusal(nn.Linear(6, 4), {"input": torch.randn(4, 6)})
+    refusal(Mlp(), {"x": torch.randn(2, 6).requires_grad_(), "y": torch.randn(2, 4)})
+    refusal(Mlp(), x, 0)
+    refusal(Mlp(), x, "auto")
+    refusal(Mlp(), x, 2, outputs="all")
+    return said
+
+
+def test_refusals() -> None:
+    for said in run(_refused, 2):
+        for text, wants in zip(
+            said,
+            (
+                "batch_norm",
+                "mixes the samples",
+                "return its loss",
+                    "wants a gradient",
+                "micro_batches=0",
+                "a question to the planner",
+                "outputs=",
+            ),
+            strict=True,
+        ):
+            assert wants in text, text
+            assert "what to do" in text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--processes", type=int, default=2)
+    for case, *found in zip(CASES, *run(_all, parser.parse_args().processes, CASES), strict=True):
+        print(case, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Which programs may be run as micro-batches, and how many are chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autopar
+from autopar.capture.capture import Call, Captured, Shapes, capture, off_cache
+from autopar.capture.micro_batches import WholeBatch, samples_of
+from autopar.capture.samples import MicroBatchError
+from autopar.errors import AutoparError
+from autopar.plan.plan import Plan
+from autopar.plan.schema import dumps, loads
+from autopar.planner.infeasible import InfeasibleError
+from autopar.planner.micro_batches import candidates, fastest
+from tests.models import ZOO
+from tests.wide import cases
+
+
+def part_of(model: nn.Module, inputs: dict[str, Any], samples: int, loss_fn: Any = None) -> Captured:
+    call = Call.of((), off_cache(model, inputs))
+    shapes: Shapes = tuple((tuple(t.shape), t.dtype) for t in call.tensors)
+    batch = WholeBatch(shapes, shapes[0][0][0], 1)
+    return batch.part(samples, lambda s: capture(model.train(), call, s, loss_fn=loss_fn))
+
+
+@pytest.mark.parametrize("name", cases([n for n in ZOO if n != "convnet"], ["gpt2", "bert", "mixtral"]))
+@pytest.mark.parametrize("samples", [1, 2])
+def test_models_whose_loss_is_a_mean_over_labels(name: str, samples: int) -> None:
+    """Which are given one value: 1 / the labels of the batch. Every random operator knows where its samples are."""
+    found = part_of(ZOO[name].build(2), ZOO[name].inputs(6, 16), samples, ZOO[name].compile.get("loss_fn")).samples
+    assert [(w.op != "") for w in found.values.edits.wholes] == [True]
+    assert all(dim == 0 for dim, _ in found.random.values())
+
+
+class Net(nn.Module):
+    """`loss` of a linear layer's result."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.net, self.loss = nn.Linear(6, 4), loss
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.loss(self.net(x))}
+
+
+class Detached(torch.autograd.Function):
+    """A backward that divides by how large the batch's gradient is: the forward does not show it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad / grad.abs().sum()
+
+
+MIXES: dict[str, tuple[Any, str]] = {
+    "contrastive": (lambda z: F.cross_entropy(z @ z.T, torch.arange(len(z))), "mixes the samples"),
+    "maximum": (lambda z: z.square().amax(), "aten.amax"),
+    "root of a sum": (lambda z: z.square().sum().sqrt(), "aten.sqrt"),
+    "product of means": (lambda z: z.mean() * z.square().mean(), "aten.mul"),
+    "mean subtracted": (lambda z: (z - z.mean(0)).square().sum(), "aten.sub"),
+    "sorted": (lambda z: z.sort(0).values[0].sum(), "aten.sort"),
+    "first half": (lambda z: z[: len(z) // 2].sum(), "aten.slice"),
+    "power of the batch": (lambda z: (z.abs() ** len(z)).sum(), "aten.pow"),
+    "backward of one's own": (lambda z: Detached.apply(z).sum(), "aten.div"),
+    "shifted": (lambda z: (z * z.roll(1, 0)).sum(), "mixes the samples"),
+}
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_refuses_what_mixes_samples(name: str) -> None:
+    loss, wants = MIXES[name]
+    with pytest.raises(MicroBatchError) as e:
+        part_of(Net(loss), {"x": torch.randn(6, 6)}, 2)
+    assert wants in str(e.value)
+    assert "grad_accumulation=" in e.value.fix
+
+
+ADDS = {
+    "mean": lambda z: z.square().mean(),
+    "sum": lambda z: z.square().sum() + 3.0,
+    "of the batch's size": lambda z: z.square().sum() / len(z),
+    "of two": lambda z: z.square().mean() + 2.0 * F.smooth_l1_loss(z, torch.ones_like(z)),
+    "of samples' own": lambda z: z.logsumexp(-1).mean(),
+}
+
+
+@pytest.mark.parametrize("name", ADDS)
+@pytest.mark.parametrize("samples", [1, 2, 3])
+def test_adds_up(name: str, samples: int) -> None:
+    """The losses of the parts, run as they are captured, are the loss of the whole."""
+    torch.manual_seed(0)
+    model, x = Net(ADDS[name]), torch.randn(6, 6)
+    found = part_of(model, {"x": x}, samples)
+    params = dict(model.named_parameters())
+    losses = []
+    for i in range(0, 6, samples):
+        given = [x[i : i + samples] if r.kind == "input" else params[r.name] if r.kind == "param" else torch.ones(()) for r in found.inputs]
+        losses.append(found.gm(*given)[0])
+    assert torch.allclose(sum(losses, torch.zeros(())), model(x)["loss"], rtol=1e-5)
+
+
+def test_sizes() -> None:
+    assert samples_of(8, 4, 2) == [2, 2, 2, 2]
+    assert samples_of(8, 3, 1) == [3, 3, 2]
+    assert samples_of(14, 3, 2) == [6, 4, 4]  # what two ranks share
+    assert samples_of(7, 3, 2) == [3, 2, 2]
+    with pytest.raises(MicroBatchError, match="2 samples"):
+        samples_of(2, 3, 1)
+    for batch in range(1, 70):
+        numbers = candidates(batch)
+        assert numbers[0] == 1
+        assert numbers == sorted(set(numbers))
+        assert numbers[-1] <= batch < 2 * numbers[-1]
+        for m in numbers:
+            assert sum(samples_of(batch, m, 4)) == batch
+
+
+def _plan(seconds: float, bound_s: float) -> Plan:
+    return Plan({"dp": 1}, "", {}, {}, (), (), (), predicted={"step_time_s": seconds}, solver={"bound_s": bound_s})
+
+
+def test_takes_the_fastest() -> None:
+    """Those whose bound is no better are not planned; the gap is to the least bound of all."""
+    planned: list[int] = []
+
+    def plan(m: int, task: int) -> Plan:
+        planned.append(m)
+        if m == 1:
+            raise InfeasibleError("memory", 1.0, "more")
+        return _plan({2: 5.0, 4: 4.0}[m], {2: 4.9, 4: 3.8}[m])
+
+    least = {1: 1.0, 2: 1.0, 4: 3.0, 8: 4.5}
+    made, best = fastest([1, 2, 4, 8], lambda m: m, lambda m, _: least[m], plan)
+    assert (planned, best.number, made.predicted["step_time_s"]) == ([1, 2, 4], 4, 4.0)
+    assert made.solver["bound_s"] == 3.8
+    assert made.solver["gap"] == pytest.approx(0.05)
+    assert made.solver["micro_batches"] == "1: does not fit; 2: 5.000 s; 4: 4.000 s; 8: no less than 4.500 s"
+    with pytest.raises(InfeasibleError):
+        fastest([1], lambda m: m, lambda m, _: 0.0, plan)
+
+
+def test_a_plan_says_its_number() -> None:
+    """A call of m micro-batches takes m times one of grad_accumulation=m, and never more than what is chosen by itself; files, texts and comparisons know the number."""
+
+    def planned(number: int | str, batch: int = 16, calls: int = 1) -> Plan:
+        with torch.device("meta"):
+            model = ZOO["llama"].build(2, hidden_size=256, intermediate_size=512)
+        return autopar.plan(
+            model, {"input_ids": (batch, 32), "labels": (batch, 32)}, "h100:2", micro_batches=number, grad_accumulation=calls
+        )
+
+    one, two, auto, alone = planned(1), planned(2), planned("auto"), planned(1, 8, 2)
+    assert auto.predicted["step_time_s"] <= min(p.predicted["step_time_s"] for p in (one, two)) * (1 + 1e-9)
+    assert two.predicted["step_time_s"] == pytest.approx(2 * alone.predicted["step_time_s"], rel=0.02)
+    assert two.predicted["peak_memory_bytes"] == pytest.approx(alone.predicted["peak_memory_bytes"], rel=0.02)
+    assert (one.micro_batches, two.micro_batches) == (1, 2)
+    assert "2 micro-batches" in two.text()
+    assert "micro-batches tried: 1: " in auto.text()
+    assert loads(dumps(two), Plan).micro_batches == 2
+    assert "micro" in one.diff(two)
+    with pytest.raises(AutoparError, match="number of micro-batches"):
+        planned(0)
