@@ -288,7 +288,7 @@ def test_ranks_that_disagree_are_refused() -> None:
         ("arguments", "DisagreementError", ("rank 1 disagrees with rank 0", "arguments", "memory=1000000001")),
         ("plans", "DisagreementError", ("rank 1 disagrees with rank 0", "the plan")),
         ("shapes", "InputError", ("ranks 0 and 1", "input_ids")),
-        ("local shapes", "InputError", ("ranks 0 and 1", "input_ids")),
+        ("local shapes", "UnequalSizesError", ("ranks 0 and 1", "input_ids")),
         ("program", "DisagreementError", ("rank 1 disagrees with rank 0", "the program", "sigmoid", "relu")),
         ("one cannot capture", "CaptureError", ("draws random numbers",)),
     ):
