@@ -102,7 +102,8 @@ class _Sharder:
             if r.kind in ("output", "buffer_update") and isinstance(n, fx.Node)
         }
         if options.accumulated:
-            for p, (shape, dtype) in unreduced_grads(self.captured, graph, plan, options).items():
+            for p, (at, dtype) in unreduced_grads(graph, plan, options.reduce).items():
+                shape = at.local_shape(plan.mesh)
                 self.parameters.accumulated[p] = self.emit.placeholder(
                     "accumulated_" + p.replace(".", "_"), shape, dtype, Role("accumulated", p)
                 )
@@ -166,8 +167,8 @@ class _Sharder:
         return Sharded(gm, tuple(self.emit.in_roles), tuple(roles), tuple(self.versions.collectives), self.emit.mode)
 
 
-def unreduced_grads(captured: Captured, graph: Graph, plan: Decisions, options: Options) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Local shape and dtype of every gradient before its reduction: what `no_sync` accumulates."""
+def unreduced_grads(graph: Graph, plan: Decisions, reduce: torch.dtype | None) -> dict[str, tuple[Placement, torch.dtype]]:
+    """Where every gradient lies before its reduction, and its dtype then: what `no_sync` accumulates. reduce: the dtype of reductions, None: each gradient's own."""
     out = {}
     by_name = {o.name: o for o in graph.ops}
     for p, name in graph.grads.items():
@@ -183,6 +184,5 @@ def unreduced_grads(captured: Captured, graph: Graph, plan: Decisions, options: 
         i = next(i for i, t in enumerate(op.outputs) if t is not None and t.name == name)
         placement = made[i]
         assert placement is not None
-        dtype = options.reduce or getattr(torch, graph.tensors[name].dtype)
-        out[p] = (placement.local_shape(plan.mesh), dtype)
+        out[p] = (placement, reduce or getattr(torch, graph.tensors[name].dtype))
     return out

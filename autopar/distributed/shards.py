@@ -56,6 +56,16 @@ def join(shards: Mapping[int, torch.Tensor], p: Placement, mesh: Mesh) -> torch.
     return out
 
 
+def alone(local: torch.Tensor, p: Placement, mesh: Mesh, coordinates: Mapping[str, int]) -> torch.Tensor:
+    """The whole tensor with this rank's shard in its place, and zeros elsewhere."""
+    out = torch.zeros(p.shape, dtype=local.dtype, device=local.device)
+    if _is_view(p, mesh):
+        cut(out, p, mesh, coordinates).copy_(local)
+    else:
+        _scatter(out, local, p, mesh, dict(coordinates))
+    return out
+
+
 def _is_view(p: Placement, mesh: Mesh) -> bool:
     """Whether `cut` is a view: at most one local digit a dim."""
     return all(sum(a is None for _, a in p.digits(d, mesh)) <= 1 for d in range(len(p.shape)))

@@ -27,7 +27,7 @@ from autopar.cost import Cost
 from autopar.distributed.agreement import Facts, agreed, from_first, highest
 from autopar.distributed.failures import during
 from autopar.distributed.groups import Groups
-from autopar.distributed.shards import dtensor_placements
+from autopar.distributed.shards import alone, cut, dtensor_placements
 from autopar.errors import AutoparError
 from autopar.graph.graph import Graph, Tensor
 from autopar.graph.placement import Placement
@@ -415,7 +415,7 @@ class Builder:
 
     def gradient(self, name: str, local: torch.Tensor, plan: Plan) -> DTensor:
         """A gradient as the DTensor its parameter wants: without padding."""
-        choice = plan.params[name]
+        choice = plan.params.get(name) or self._choice(name)
         if choice.padded != choice.shape:
             for s in choice.storage.splits:
                 if choice.padded[s.dim] != choice.shape[s.dim]:
@@ -423,6 +423,20 @@ class Builder:
                     start = self._chunk(choice.storage, s.dim) * chunk
                     local = local.narrow(s.dim, 0, max(0, min(chunk, choice.shape[s.dim] - start)))
         return _torch.dtensor(local, self.device_mesh, dtensor_placements(choice.storage, self.mesh), choice.shape)
+
+    def _choice(self, name: str) -> ParamChoice:
+        """Of a parameter that some program has."""
+        assert self.plan is not None
+        return self.plan.params[name]
+
+    def reduced(self, name: str, local: torch.Tensor, p: Placement) -> torch.Tensor:
+        """This rank's part, as its parameter is stored, of a gradient that lies unreduced at `p`: by itself, where no program takes it in. Collective."""
+        choice, axes = self._choice(name), (*p.reductions, *(s.axis for s in p.splits))
+        whole = self.groups.summed(alone(local, p, self.mesh, self.groups.coordinates), axes)
+        pad = [x for n, m in reversed(list(zip(choice.shape, choice.padded, strict=True))) for x in (0, m - n)]
+        whole = torch.nn.functional.pad(whole, pad)
+        dtype = self.model.get_parameter(name).dtype
+        return cut(whole, choice.storage, self.mesh, self.groups.coordinates).to(dtype).contiguous()
 
     def _chunk(self, p: Placement, dim: int) -> int:
         """Which chunk of `dim` this rank holds."""

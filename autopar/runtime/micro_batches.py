@@ -229,7 +229,7 @@ class PartedRun(Run):
         if ratio.device.type != "cpu" or float(ratio) != 1.0:  # reading it elsewhere would wait for the device
             for t in {id(t): t for t in (*self.unreduced.values(), *self.reduced.values())}.values():
                 t.mul_(ratio)
-        self.module._sync.add(self.unreduced, self.reduced)
+        self.module._sync.add(self.step, self.unreduced, self.reduced)
         self.unreduced, self.reduced = {}, {}
         return super().reduce(saved, values)
 

@@ -92,7 +92,7 @@ class ParallelModule(nn.Module):
         self._reader = self._builder.reader
         self._outputs = OutputGiver(self._builder.groups, self._reader, self._builder.device)
         self._touched: set[bool] = set()  # in training (True), in evaluation (False): outputs besides the loss were asked for
-        self._sync = GradSync(config.grad_accumulation)
+        self._sync = GradSync(config.grad_accumulation, builder.reduced)
         self._micro = MicroBatches()
         self._seed: int | None = None
         self._calls = 0

@@ -17,10 +17,12 @@ from autopar.capture.capture import Captured, Role
 from autopar.distributed.failures import Collective
 from autopar.distributed.groups import Groups
 from autopar.graph.graph import Graph
+from autopar.graph.placement import Placement
 from autopar.passes.bucket import bucketed
 from autopar.passes.lay_out import copies
 from autopar.passes.partition import Parts
 from autopar.passes.reductions import only_gradients
+from autopar.passes.shard import unreduced_grads
 from autopar.plan.decisions import BUCKETED, CollectiveUse
 from autopar.plan.plan import Plan
 from autopar.runtime.dump import Dump
@@ -63,6 +65,7 @@ class Step:
             self.lowered, self.strides = self.general.lower(self, parts.forward, (True, False))
         self.backwards: dict[tuple[bool, bool], tuple[Parts, Lowered]] = {}
         self.given_strides: dict[tuple[bool, bool], list[Strides]] = {}  # of what a backward takes besides what is saved
+        self._unreduced: dict[str, tuple[Placement, torch.dtype]] | None = None
         self._checked: list[bool] = []  # by AUTOPAR_CHECK; shared with this step at other sizes
 
     @property
@@ -102,6 +105,13 @@ class Step:
         if self.general is None:
             return [tuple(s) for s in strides]
         return [tuple(self.general.family.size_at(x, self.units) for x in s) for s in strides]
+
+    @property
+    def unreduced(self) -> dict[str, tuple[Placement, torch.dtype]]:
+        """Where each parameter's gradient lies before its reduction, and its dtype then."""
+        if self._unreduced is None:
+            self._unreduced = unreduced_grads(self.graph, self.plan, self.settings.reduce)
+        return self._unreduced
 
     @property
     def has_backward(self) -> bool:

@@ -28,7 +28,9 @@ def peaks(micro_batches: int, batch: int) -> tuple[float, list[int]]:
             if call % micro_batches == 0:
                 compiled.zero_grad()
             with LiveBytes([*(p.to_local() for p in compiled.parameters()), *compiled.buffers(), *inputs.values()]) as live:
-                held = sum(t.nbytes for t in compiled._sync.buffers.values())  # those of earlier calls: LiveBytes has not seen them made
+                held = sum(
+                    w.local.nbytes for w in compiled._sync.buffers.values()
+                )  # those of earlier calls: LiveBytes has not seen them made
                 compiled(**inputs).loss.backward()
             measured.append(live.peak + held)
     finally:
