@@ -22,7 +22,7 @@ from torch import fx
 from autopar import _torch
 from autopar.capture.capture import Captured, Role
 from autopar.capture.describe import getattr_value, tensor_name
-from autopar.graph.graph import Graph
+from autopar.graph.graph import Graph, Op
 from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
 from autopar.passes.sharding.emit import Emitter, Options
@@ -169,20 +169,24 @@ class _Sharder:
 
 def unreduced_grads(graph: Graph, plan: Decisions, reduce: torch.dtype | None) -> dict[str, tuple[Placement, torch.dtype]]:
     """Where every gradient lies before its reduction, and its dtype then: what `no_sync` accumulates. reduce: the dtype of reductions, None: each gradient's own."""
-    out = {}
     by_name = {o.name: o for o in graph.ops}
+    given = {t.name: p for t, p in zip(graph.inputs, plan.inputs, strict=True)}
+    given |= {t.name: plan.outputs[i] for t, i in zip(graph.tangents, graph.tangent_of, strict=True) if i >= 0}
+    given |= {t.name: plan.params[p].storage for p, t in graph.params.items() if p in plan.params}
+    out = {}
     for p, name in graph.grads.items():
-        op = by_name[name.split(".")[0]]
-        choice = plan.ops[op.name]
-        _, made = placements(
-            lookup(op),
-            choice.strategy,
-            tuple(t.shape for t in op.inputs),
-            tuple(None if t is None else t.shape for t in op.outputs),
-            choice.partial,
-        )
-        i = next(i for i, t in enumerate(op.outputs) if t is not None and t.name == name)
-        placement = made[i]
-        assert placement is not None
-        out[p] = (placement, reduce or getattr(torch, graph.tensors[name].dtype))
+        op = by_name.get(name.split(".")[0])
+        shape = graph.tensors[name].shape
+        at = (given.get(name) or Placement.of(shape)) if op is None else _made_at(op, plan, name)
+        out[p] = (at, reduce or getattr(torch, graph.tensors[name].dtype))
     return out
+
+
+def _made_at(op: Op, plan: Decisions, name: str) -> Placement:
+    """Where `op` leaves its result `name`."""
+    choice = plan.ops[op.name]
+    shapes = tuple(None if t is None else t.shape for t in op.outputs)
+    _, made = placements(lookup(op), choice.strategy, tuple(t.shape for t in op.inputs), shapes, choice.partial)
+    at = made[next(i for i, t in enumerate(op.outputs) if t is not None and t.name == name)]
+    assert at is not None
+    return at

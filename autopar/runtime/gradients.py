@@ -66,6 +66,8 @@ class GradSync:
     def _taken(self, step: Step) -> dict[Role, torch.Tensor]:
         """The buffers that `step` takes in, zeros where there is none of a gradient of its; none at all where it would take in nothing else."""
         held, self.buffers = self.buffers, {}  # nobody but the step holds them: each is freed when its gradient is added
+        if not held:
+            return {}
         wanted = step.unreduced
         fits = {n for n, w in held.items() if n in wanted and (w.at, w.local.dtype) == wanted[n]}
         for name in [n for n in held if n not in fits]:

@@ -66,6 +66,26 @@ def branches(layout: str | None) -> None:
             m.zero_grad()
 
 
+class Added(nn.Module):
+    """The gradient of the parameter is that of the output, which no operator makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(8, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.w
+
+
+def added(layout: str | None) -> None:
+    model, plain = autopar.compile(seeded(Added), (2,), layout=layout, backend="aot_eager"), seeded(Added)
+    for i in range(4):
+        with model.no_sync() if i < 3 else contextlib.nullcontext():
+            model(batch(8, i)).square().sum().backward()
+        plain(batch(8, i)).square().sum().backward()
+    assert torch.allclose(model.w.grad.full_tensor(), plain.w.grad, rtol=1e-5)
+
+
 def by_itself(sizes: tuple[int, ...]) -> None:
     """A gradient reduced by itself, from wherever it lies: partial sums, shards, shards of other digits."""
     model = autopar.compile(seeded(Branches), sizes, layout="fsdp", backend="aot_eager")
@@ -90,6 +110,11 @@ def by_itself(sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("layout", cases(("fsdp", "tp", None), (None,)))
 def test_branches_and_sizes(layout: str | None) -> None:
     run(branches, 2, layout, timeout=120, patience_s=60)
+
+
+def test_a_gradient_that_no_operator_makes() -> None:
+    for layout in ("fsdp", "ddp"):
+        run(added, 2, layout, timeout=60, patience_s=30)
 
 
 def test_a_gradient_reduced_by_itself() -> None:
