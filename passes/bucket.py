@@ -60,12 +60,12 @@ def bucket(gm: fx.GraphModule, prefix: str, cost: Cost) -> fx.GraphModule:
     graph.output(graph.graph_copy(gm.graph, {}))
     gm = fx.GraphModule(gm, graph)
     keys: dict[fx.Node, tuple[int, int]] = {n: (i, 0) for i, n in enumerate(graph.nodes)}
-    mode = _torch.fake_mode_of(gm) if keys else None
     found = _buckets(graph, prefix, cost)
-    for members in found:
-        _Joined(graph, members, mode, keys).replace()
     if not found:
         return gm
+    mode = _torch.fake_mode_of(gm)
+    for members in found:
+        _Joined(graph, members, mode, keys).replace()
     out = _sorted(gm, keys)
     out.graph.lint()
     return out

@@ -22,14 +22,14 @@ from torch import fx
 from autopar import _torch
 from autopar.capture.capture import Captured, Role
 from autopar.capture.describe import getattr_value, tensor_name
-from autopar.graph.graph import Graph, Op
+from autopar.graph.graph import Graph, Op, Tensor
 from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
 from autopar.passes.sharding.emit import Emitter, Options
 from autopar.passes.sharding.operators import Operators
 from autopar.passes.sharding.parameters import Parameters
 from autopar.passes.sharding.versions import Versions
-from autopar.plan.decisions import CollectiveUse, Decisions
+from autopar.plan.decisions import CollectiveUse, Decisions, ParamChoice
 from autopar.rules import lookup
 from autopar.rules.strategy import placements
 from autopar.tensors.memory_format import order_of
@@ -59,6 +59,7 @@ class _Sharder:
         self.emit = Emitter(captured.fake_mode, options)
         self.versions = Versions(self.emit, plan)
         self.parameters = Parameters(self.emit, self.versions, plan)
+        self.pending: dict[str, tuple[str, Tensor, ParamChoice, fx.Node]] = {}  # parameters that no operator has read yet, by their tensors
 
     def run(self) -> Sharded:
         graph, plan, options = self.graph, self.plan, self.options
@@ -92,7 +93,7 @@ class _Sharder:
         samples = self.captured.samples
         seed = self.emit.placeholder("seed", (2 if samples is None else 3,), torch.int64, Role("seed"))
         operators = Operators(self.emit, self.versions, plan, seed, samples)
-        pending = {t.name: (p, t, c, n) for p, t, c, n in entries}
+        pending = self.pending = {t.name: (p, t, c, n) for p, t, c, n in entries}
         grad_of: dict[str, list[str]] = {}
         for p, name in graph.grads.items():
             grad_of.setdefault(name, []).append(p)
@@ -158,6 +159,8 @@ class _Sharder:
                 results.append(None)
             else:
                 self.emit.direction, self.emit.current = "backward" if role.kind == "input_grad" else "forward", "output"
+                if tensor_name(n) in self.pending:  # a parameter that forward returns, and no operator reads
+                    self.parameters.enter(*self.pending.pop(tensor_name(n)))
                 results.append(self.versions.get(tensor_name(n), self.given_at(role, n)))
             roles.append(role)
         self.emit.out.output(tuple(results))
