@@ -43,7 +43,7 @@ class GradSync:
 
     def variant(self, enabled: bool) -> tuple[bool, bool]:
         """Which backward runs next: (gradients are reduced, with those of earlier ones)."""
-        return enabled and (self.count + 1) % self.every == 0, bool(self.buffers)
+        return enabled and (self.count + 1) % self.every == 0, bool(self.buffers or self.reduced)
 
     def reduce(
         self, step: Step, saved: list[torch.Tensor], values: Mapping[Role, torch.Tensor], enabled: bool
@@ -71,7 +71,7 @@ class GradSync:
         wanted = step.unreduced
         fits = {n for n, w in held.items() if n in wanted and (w.at, w.local.dtype) == wanted[n]}
         for name in [n for n in held if n not in fits]:
-            self._add_reduced(name, held.pop(name))
+            self._reduce_alone(name, held.pop(name))
         if not held:
             return {}
         device = next(iter(held.values())).local.device
@@ -81,8 +81,10 @@ class GradSync:
             for n, (at, dtype) in wanted.items()
         }
 
-    def _add_reduced(self, name: str, w: Waiting) -> None:
-        t = self.alone(name, w.local, w.at)
+    def _reduce_alone(self, name: str, w: Waiting) -> None:
+        self._add_reduced(name, self.alone(name, w.local, w.at))
+
+    def _add_reduced(self, name: str, t: torch.Tensor) -> None:
         self.reduced[name] = self.reduced[name] + t if name in self.reduced else t
 
     def add(self, step: Step, unreduced: Mapping[str, torch.Tensor], reduced: Mapping[str, torch.Tensor]) -> None:
@@ -90,8 +92,8 @@ class GradSync:
         for name, t in unreduced.items():
             at, earlier = step.unreduced[name][0], self.buffers.pop(name, None)
             if earlier is not None and (earlier.at, earlier.local.dtype) != (at, t.dtype):
-                self._add_reduced(name, earlier)
+                self._reduce_alone(name, earlier)
                 earlier = None
             self.buffers[name] = Waiting(t if earlier is None else earlier.local + t, at)
         for name, t in reduced.items():
-            self.reduced[name] = self.reduced[name] + t if name in self.reduced else t
+            self._add_reduced(name, t)
