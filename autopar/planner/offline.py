@@ -165,20 +165,8 @@ def frontier(
             "a frontier ends at the least memory anyway", fix="leave memory= out, or give the most bytes that a plan may need"
         )
     t = task(
-        model,
-        inputs,
-        cluster,
-        mesh,
-        loss_fn,
-        precision,
-        optimizer,
-        grad_accumulation,
-        memory,
-        offload,
-        on_progress,
-        in_subprocess,
-        micro_batches,
-    )
+        model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, on_progress, in_subprocess, micro_batches,
+    )  # fmt: skip
     most = math.inf if request.budget_bytes is None else request.budget_bytes
     found = _frontier(t, points, limits_of(options), on_progress, layout, most)
     on_progress.rest()
@@ -212,20 +200,8 @@ def explain(
     """
     on_progress = _Stages(progress)
     t = task(
-        model,
-        inputs,
-        cluster,
-        mesh,
-        loss_fn,
-        precision,
-        optimizer,
-        grad_accumulation,
-        memory,
-        offload,
-        on_progress,
-        in_subprocess,
-        micro_batches,
-    )
+        model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, on_progress, in_subprocess, micro_batches,
+    )  # fmt: skip
     limits = limits_of(options)
     training = t.training
     if Memory.of(memory).least:
