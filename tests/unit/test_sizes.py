@@ -174,7 +174,7 @@ def test_buckets_leave_loss_and_gradients_as_they_are(name: str) -> None:
         return model
 
     model = trained(build, zoo.inputs, ((2, 10), (2, 16), (2, 12), (2, 30)), buckets=(32, 16))
-    assert model.programs.captured == 2 + (name.startswith("t5"))
+    assert model.programs.captured == 2  # of 16 and of 32; labels, half as long, are 16 in both
     out = model(**zoo.inputs(2, 10))
     assert out["logits"].shape[1] == (5 if name.startswith("t5") else 10)
     if name.startswith("t5"):
