@@ -1,10 +1,12 @@
-"""What `autopar.search` finds against what an engineer would write by hand, by the same prices: it should never be worse.
+"""What autopar finds against what an engineer would write by hand, by the same prices: it should never be worse.
 
-    python -m benchmarks.hand --models llama3-8b,llama3-70b --clusters h100:1x8,h800:32x8
+    python -m benchmarks.hand --models llama3-8b,llama3-70b --clusters h100:1x8,h800:32x8         autopar.search
+    python -m benchmarks.hand --plan --models gpt2-xl,bert-base --sequences 1,8 --tokens 512,4096      autopar.plan, which runs no pipelines
 
 Hand layouts are those of the usual guides, with every micro-batch and every kind of recomputation that fits: DDP; ZeRO-1 and -2; FSDP over all devices and
 within nodes (HSDP); Megatron's tensor parallelism in a node with ZeRO-1; that with pipelines of 2, 4 and 8 stages, with and without virtual ones; context parallelism in a node. None is given
-to the search. Both are priced for the same runtime. `ratio`: the step time of the best by hand, by the search's.
+to the search. Both are priced for the same runtime; a plan's is ours. `ratio`: the step time of the best by hand, by the one found. A plan is worse if it
+takes more than its own gap longer.
 """
 
 from __future__ import annotations
@@ -28,15 +30,19 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default="gpt2-xl,llama3-8b,llama3-70b", help="names in autopar.models.configs, comma-separated")
     parser.add_argument("--clusters", default="h100:1x8,a100:4x8,h800:32x8", help="comma-separated")
-    parser.add_argument("--sequences", type=int, default=4, help="of a step, for each device")
-    parser.add_argument("--tokens", type=int, default=4096, help="of a sequence, fewer where the model has no more positions")
-    parser.add_argument("--runtime", default="megatron-overlap", help="of autopar.predict")
+    parser.add_argument("--sequences", default="4", help="of a step, for each device, comma-separated")
+    parser.add_argument("--tokens", default="4096", help="of a sequence, fewer where the model has no more positions, comma-separated")
+    parser.add_argument("--plan", action="store_true", help="compare the plan, with micro-batches, and hand layouts without pipelines")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for a plan")
+    parser.add_argument("--runtime", default="", help="of autopar.predict; megatron-overlap, or autopar with --plan")
     parser.add_argument("--cache", type=Path, help="what was solved, kept for the next time")
     parser.add_argument("--out", type=Path, help="where to write the result (JSON)")
-    return parser.parse_args()
+    a = parser.parse_args()
+    a.runtime = a.runtime or ("autopar" if a.plan else "megatron-overlap")
+    return a
 
 
-def by_hand(node: int, devices: int) -> Iterator[tuple[str, Any]]:
+def by_hand(node: int, devices: int, pipelines: bool, sequences: int) -> Iterator[tuple[str, Any]]:
     """Names and layouts; sizes need not divide."""
     from autopar.planner.layout import Layout
 
@@ -45,20 +51,22 @@ def by_hand(node: int, devices: int) -> Iterator[tuple[str, Any]]:
         plain.append(("hsdp", Layout(zero=3, shard_ways=node)))
     for tp in (2, 4, node):
         plain.append((f"tp {tp}", Layout(tp=tp, zero=1)))
-        for pp, virtual in itertools.product((2, 4, 8), (1, 2, 5)):
+        for pp, virtual in itertools.product((2, 4, 8), (1, 2, 5)) if pipelines else ():
             plain.append((f"tp {tp} pp {pp} virtual {virtual}", Layout(tp=tp, pp=pp, virtual=virtual, zero=1)))
-    plain += [(f"pp {pp}", Layout(pp=pp, zero=1)) for pp in (2, 4, 8)]
+    if pipelines:
+        plain += [(f"pp {pp}", Layout(pp=pp, zero=1)) for pp in (2, 4, 8)]
+    else:
+        plain += [(f"fsdp tp {tp}", Layout(tp=tp, zero=3)) for tp in (2, 4, node)]
     plain.append((f"cp {node}", Layout(cp=node, zero=3)))
-    for (name, layout), size, recompute in itertools.product(plain, MICRO_BATCHES, RECOMPUTE):
+    sizes = MICRO_BATCHES if pipelines else sorted({*MICRO_BATCHES, *(sequences // m for m in (1, 2, 4) if sequences >= m)})
+    for (name, layout), size, recompute in itertools.product(plain, sizes, RECOMPUTE):
         yield f"{name}, micro-batch {size}, recompute {recompute}", replace(layout, micro_batch=size, recompute=recompute)
 
 
-def case(model: str, where: str, a: argparse.Namespace) -> dict[str, Any]:
-    import autopar
+def case(model: str, where: str, sequences: int, most: int, a: argparse.Namespace) -> dict[str, Any]:
     from autopar.errors import LayoutError
     from autopar.hardware.cluster import Cluster
     from autopar.models import configs as models
-    from autopar.planner.infeasible import InfeasibleError
     from autopar.predict.api import priced
     from autopar.predict.runtime import Runtime
     from autopar.search.cache import Cache
@@ -66,19 +74,18 @@ def case(model: str, where: str, a: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.layouts import positions
 
     config, cluster, how = models.config(model), Cluster.of(where), Runtime.of(a.runtime)
-    tokens, batch = positions(model, a.tokens), a.sequences * cluster.size
+    tokens, batch = positions(model, most), sequences * cluster.size
     made, inputs = models.build(config), models.inputs(config, 1, tokens)
-    run: dict[str, Any] = {"model": model, "cluster": where, "batch": batch, "tokens": tokens, "by hand": None, "search": None}
+    run: dict[str, Any] = {"model": model, "cluster": where, "batch": batch, "tokens": tokens, "by hand": None}
     start = time.perf_counter()
-    try:
-        best = autopar.search(made, inputs, cluster, global_batch=batch, top_k=1, runtime=how, cache=a.cache)[0]
-        run["search"] = {"layout": str(best.layout), "step_time_s": best.prediction.step_time_s, "peak_bytes": best.prediction.peak_bytes}
-    except InfeasibleError:
-        pass
-    run["search_s"] = time.perf_counter() - start
+    if a.plan:
+        run["plan"] = planned(made, models.inputs(config, batch, tokens), cluster, a.seconds)
+    else:
+        run["search"] = searched(made, inputs, cluster, batch, how, a.cache)
+    run["plan_s" if a.plan else "search_s"] = time.perf_counter() - start
     micros = MicroBatches(made, inputs, cluster, how, None, "bfloat16", Cache(a.cache))
     fits = tried = 0
-    for name, layout in by_hand(cluster.devices_per_node, cluster.size):
+    for name, layout in by_hand(cluster.devices_per_node, cluster.size, not a.plan, sequences):
         share = (layout.micro_batch, layout.tp, layout.cp, layout.sequence_parallel)
         try:
             layout.replicas(cluster.size)
@@ -95,39 +102,69 @@ def case(model: str, where: str, a: argparse.Namespace) -> dict[str, Any]:
             continue
         fits += 1
         if run["by hand"] is None or told.step_time_s < run["by hand"]["step_time_s"]:
-            run["by hand"] = {"layout": name, "step_time_s": told.step_time_s, "peak_bytes": told.peak_bytes}
-    return {**run, "tried": tried, "fit": fits, **verdict(run)}
+            run["by hand"] = {"layout": name, "step_time_s": told.step_time_s, "peak_bytes": told.peak_bytes, "parts_s": dict(told.parts_s)}
+    return {**run, "tried": tried, "fit": fits, **verdict(run["by hand"], run["plan" if a.plan else "search"])}
 
 
-def verdict(run: dict[str, Any]) -> dict[str, Any]:
-    """Whether the search wins, or is worse."""
-    hand, mine = run["by hand"], run["search"]
+def searched(model: Any, inputs: Any, cluster: Any, batch: int, how: Any, cache: Path | None) -> dict[str, Any] | None:
+    import autopar
+    from autopar.planner.infeasible import InfeasibleError
+
+    try:
+        best = autopar.search(model, inputs, cluster, global_batch=batch, top_k=1, runtime=how, cache=cache)[0]
+    except InfeasibleError:
+        return None
+    return {"layout": str(best.layout), "step_time_s": best.prediction.step_time_s, "peak_bytes": best.prediction.peak_bytes}
+
+
+def planned(model: Any, inputs: Any, cluster: Any, seconds: float) -> dict[str, Any] | None:
+    import autopar
+    from autopar.planner.infeasible import InfeasibleError
+
+    try:
+        plan = autopar.plan(model, inputs, cluster, precision="bf16", micro_batches="auto", options={"seconds": seconds})
+    except InfeasibleError:
+        return None
+    told = plan.predicted
+    storage = ", ".join(sorted({str(c.storage) for c in plan.params.values()})[:3])
+    return {
+        "layout": f"{plan.micro_batches} micro-batches, {len(plan.recompute)} operators run again, stored {storage}", "step_time_s": told["step_time_s"],
+        "peak_bytes": told["peak_memory_bytes"], "gap": (plan.solver or {}).get("gap", 0.0), "micro_batches": plan.micro_batches,
+        "parts_s": {k: told[k] for k in ("forward_s", "backward_s", "optimizer_s", "exposed_s") if k in told},
+    }  # fmt: skip
+
+
+def verdict(hand: dict[str, Any] | None, mine: dict[str, Any] | None) -> dict[str, Any]:
+    """Whether what was found, `mine`, wins, or is worse."""
     if hand is None or mine is None:
         return {"ratio": None, "wins": mine is not None, "worse": hand is not None}
     ratio = hand["step_time_s"] / mine["step_time_s"]
-    return {"ratio": ratio, "wins": ratio > 1 + SAME, "worse": ratio < 1 - 1e-9}
+    return {"ratio": ratio, "wins": ratio > 1 + SAME, "worse": ratio < 1 - max(1e-9, mine.get("gap", 0.0))}
 
 
 def said(run: dict[str, Any]) -> str:
     def one(x: dict[str, Any] | None) -> str:
         return "does not fit" if x is None else f"{x['step_time_s']:.3f} s, {x['layout']}"
 
+    which = "plan" if "plan" in run else "search"
     ratio = "" if run["ratio"] is None else f"   {run['ratio']:.3f}"
     return (
         f"{run['model']} on {run['cluster']}, batch {run['batch']} of {run['tokens']}{ratio}{'  WORSE' if run['worse'] else ''}\n"
-        f"  by hand  {one(run['by hand'])}   ({run['fit']} of {run['tried']} layouts fit)\n  search   {one(run['search'])}   ({run['search_s']:.0f} s)"
+        f"  by hand  {one(run['by hand'])}   ({run['fit']} of {run['tried']} layouts fit)\n  {which:<8} {one(run[which])}   ({run[which + '_s']:.0f} s)"
     )
 
 
 def main() -> None:
     a = parse()
     runs = []
-    for model, where in itertools.product(a.models.split(","), a.clusters.split(",")):
-        runs.append(case(model, where, a))
+    numbers = ([int(x) for x in text.split(",")] for text in (a.sequences, a.tokens))
+    for model, where, sequences, tokens in itertools.product(a.models.split(","), a.clusters.split(","), *numbers):
+        runs.append(case(model, where, sequences, tokens, a))
         print(said(runs[-1]), flush=True)
     both = [r for r in runs if r["ratio"] is not None]
+    ratios = [r["ratio"] for r in both]
     summary = {"cases": len(runs), "wins": sum(r["wins"] for r in runs), "worse": sum(r["worse"] for r in runs),
-               "largest ratio": max((r["ratio"] for r in both), default=None)}  # fmt: skip
+               "least ratio": min(ratios, default=None), "largest ratio": max(ratios, default=None)}  # fmt: skip
     print(summary)
     write(a.out, "python -m benchmarks.hand", {"summary": summary, "runs": runs})
 
