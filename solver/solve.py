@@ -10,6 +10,7 @@ clock stopped it, `Solution.stopped_by` says "time".
 from __future__ import annotations
 
 import datetime
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -68,6 +69,7 @@ class Infeasible:
 
 LEAST_S = 0.3  # of a call of the solver: less is not worth its start
 SLIGHT = 1e-5  # of the budget: so much more is still within it
+ASKED = 4  # times at most, for an answer that is
 
 
 class _Failed(Exception):
@@ -91,16 +93,21 @@ def solve(
     """hints: strategies of known feasible answers, one index per choice."""
     limits, start = limits or Limits(), time.perf_counter()
     answer = _solve(problem, limits, hints, progress)
-    over = answer.price.over_bytes if isinstance(answer, Solution) else 0.0
-    if not isinstance(answer, Solution) or over <= SLIGHT * problem.budget_bytes:
-        return answer
-    # The solver holds rows to a kilobyte, which is much where a budget is a few hundred.
-    left = replace(limits, seconds=max(LEAST_S, limits.seconds - (time.perf_counter() - start)))
-    within = _solve(replace(problem, budget_bytes=problem.budget_bytes - 2 * over), left, hints, progress)
-    if isinstance(within, Infeasible):
-        return replace(within, shortfall_bytes=max(over, within.least_bytes - problem.budget_bytes))
-    price = evaluate(problem, within.decision)
-    return replace(within, price=price, bound_s=min(answer.bound_s, price.objective_s))
+    bound_s, less = answer.bound_s if isinstance(answer, Solution) else math.inf, 0.0
+    # The solver holds rows to a kilobyte, which is much where a budget is a few hundred: until one is within, it is asked for less.
+    for _ in range(ASKED):
+        over = answer.price.over_bytes if isinstance(answer, Solution) else 0.0
+        if not isinstance(answer, Solution) or over <= SLIGHT * problem.budget_bytes:
+            break
+        less += 2 * over
+        left = replace(limits, seconds=max(LEAST_S, limits.seconds - (time.perf_counter() - start)))
+        answer = _solve(replace(problem, budget_bytes=problem.budget_bytes - less), left, hints, progress)
+        if isinstance(answer, Infeasible):
+            answer = replace(answer, shortfall_bytes=max(over, answer.least_bytes - problem.budget_bytes))
+        else:
+            price = evaluate(problem, answer.decision)
+            answer = replace(answer, price=price, bound_s=min(bound_s, price.objective_s))
+    return answer
 
 
 def _solve(

@@ -56,9 +56,9 @@ def ways(batch: int, axes: Mapping[str, int]) -> int:
 
 
 def divides_poorly(batch: int | None, axes: Mapping[str, int]) -> str:
-    """What keeps the batch from being split over the mesh, in a clause; "" if nothing does. A batch smaller than the mesh that divides it is as it should be."""
+    """What keeps the batch from being split over the mesh, in a clause; "" if nothing does. A batch of nothing, or smaller than the mesh that divides it, is as it should be."""
     size = math.prod(axes.values())
-    if batch is None or size == 1 or batch == 1 or size % batch == 0 or batch % size == 0:
+    if not batch or size == 1 or size % batch == 0 or batch % size == 0:
         return ""
     most = ways(batch, axes)
     far = f"at most {most} ways of {size}" if most > 1 else f"over none of {said(axes)}"

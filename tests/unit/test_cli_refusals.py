@@ -82,7 +82,7 @@ def test_a_plan_says_why_its_batch_is_not_split() -> None:
         (64, {"dp": 7, "tp": 9}, "a batch of 64 can be split over none of dp=7 x tp=9", "63 or 126"),
         (12, {"dp": 8}, "a batch of 12 can be split at most 4 ways of 8", "8 or 16"),
         (5, {"dp": 8}, "a batch of 5 can be split over none of dp=8", "8"),
-        (4, {"dp": 8}, "", "8"), (16, {"dp": 8}, "", "16"), (1, {"dp": 8}, "", "8"), (7, {"dp": 1}, "", "7"),
+        (4, {"dp": 8}, "", "8"), (16, {"dp": 8}, "", "16"), (1, {"dp": 8}, "", "8"), (7, {"dp": 1}, "", "7"), (0, {"tp": 4}, "", ""),
     ],
 )  # fmt: skip
 def test_which_batches_divide(batch: int, axes: dict[str, int], said: str, better: str) -> None:
