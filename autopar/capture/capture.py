@@ -27,7 +27,7 @@ from autopar.capture.experts import install_experts
 from autopar.capture.family import Family
 from autopar.capture.hidden_states import install_recorders
 from autopar.capture.masks import plain_masks
-from autopar.capture.ops import captured_ops
+from autopar.capture.ops import captured_ops, copied_operands
 from autopar.capture.tags import lift_marks, settle_tags
 from autopar.errors import CaptureError
 from autopar.graph.varying import Varying, with_units
@@ -288,7 +288,13 @@ def capture(
 
     def traced() -> tuple[fx.GraphModule, list[Any], list[Any], Any]:
         flat = _Flat(copied, call, loss_fn, loss_only, written)
-        return _torch.export_joint(flat, inputs, judged)
+        try:
+            return _torch.export_joint(flat, inputs, judged)
+        except RuntimeError as e:
+            if "modified by an inplace operation" not in str(e):
+                raise
+        with copied_operands():
+            return _torch.export_joint(flat, inputs, judged)
 
     with scope, torch.set_grad_enabled(grad), captured_ops(), plain_masks(model, args, kwargs), _explained(model, bool(varying)):
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -32,6 +33,19 @@ def captured_ops() -> Iterator[None]:
         yield
 
 
+_copies: ContextVar[bool] = ContextVar("copies", default=False)
+
+
+@contextlib.contextmanager
+def copied_operands() -> Iterator[None]:
+    """Attention takes copies of its operands: of a program that writes them afterwards. torch's formulas allow that, which save products of them; ours save them."""
+    before = _copies.set(True)
+    try:
+        yield
+    finally:
+        _copies.reset(before)
+
+
 def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
     scale: float | None = None, enable_gqa: bool = False,
@@ -48,6 +62,8 @@ def _sdpa(
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
         if attn_mask is not None and attn_mask.dim() == 3:
             attn_mask = attn_mask.unsqueeze(1)
+    if _copies.get():
+        q, k, v, attn_mask = q.clone(), k.clone(), v.clone(), None if attn_mask is None else attn_mask.clone()
     batch, heads, groups = _leading(q, k, v)
     q, k, v = _expand(q, batch, heads), _expand(k, batch, groups), _expand(v, batch, groups)
     bias = attn_mask

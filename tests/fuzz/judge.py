@@ -57,7 +57,7 @@ class Reference:
 
     @staticmethod
     def of(source: str) -> Reference:
-        dtype, rough = dtype_of(source), load(source).rough
+        dtype, rough = dtype_of(source), load(source).rough or ".half(" in source
         try:
             own = eager(source)
             other = eager(source, "float32" if dtype == torch.float64 else "float64")
