@@ -89,6 +89,7 @@ class _Builder:
         self.of: dict[str, int] = {}
         self.want: dict[str, list[tuple[Placement, ...]]] = {}
         self.made: dict[str, list[tuple[Placement | None, ...]]] = {}
+        self.constant: set[str] = set()
         self.known: dict[Any, dict[OpStrategy, tuple[tuple[Placement, ...], tuple[Placement | None, ...]]]] = {}
         self.given = {n.split(".")[0] for n in (*graph.outputs, *graph.grads.values(), *graph.buffer_updates.values())}
         self.position = {op.name: i for i, op in enumerate(graph.ops)}
@@ -97,7 +98,8 @@ class _Builder:
     def run(self) -> Clusters:
         waiting = [ops[-1] for _, ops in self.chain.values() if ops]
         free = self.made_of_constants()
-        chained = {op.name for op in waiting} | {op.name for op in free}
+        self.constant = {op.name for op in free}
+        chained = {op.name for op in waiting} | self.constant
         for op in self.graph.ops:
             if op.name not in chained and op.direction == "forward" and self.is_carried(op):
                 self.lead(op)
@@ -257,7 +259,7 @@ class _Builder:
         for t in op.inputs:
             if not p.partial or t.name == op.inputs[index].name:
                 continue
-            if t.name not in self.maker:
+            if t.name not in self.maker or self.maker[t.name][0].name in self.constant:
                 return False
             maker = self.maker[t.name]
             if maker[0].name not in self.of:  # of a copy further on: it will follow
