@@ -127,6 +127,17 @@ class Groups:
         total: torch.Tensor = _torch.collectives.wait_tensor(_torch.collectives.all_reduce(t.contiguous(), "sum", self.ensure(wide)))
         return total
 
+    def gathered(self, t: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+        """The parts of the ranks along `axes`, one behind the other along dim 0, in the ranks' order. Collective."""
+        wide = self.mesh.sort(tuple(a for a in axes if self.mesh.axis_size(a) > 1))
+        if not wide:
+            return t.clone()
+        n = self.mesh.sizes_product(wide)
+        whole: torch.Tensor = _torch.collectives.wait_tensor(
+            _torch.collectives.all_gather_into_tensor(t.contiguous(), n, self.ensure(wide))
+        )
+        return whole
+
     def bind(self) -> None:
         """From here on names mean these groups. Another model on a mesh with the same axes and ranks may have groups of its own under them."""
         if self.made and (dist.group.WORLD is not self.world or not all(map(_torch.is_open, self.made.values()))):

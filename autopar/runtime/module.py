@@ -46,6 +46,7 @@ from autopar.runtime.outputs import LossOutput, NotComputedError, OutputGiver
 from autopar.runtime.programs import FIXED, Counts, Program, Programs
 from autopar.runtime.python_state import PythonState, constants_hold, said
 from autopar.runtime.run import Apply, Run, Tensors, padded_local
+from autopar.runtime.sharded_output import whole
 from autopar.runtime.sizes import SizesSeen
 from autopar.runtime.step import Step, StepStats
 from autopar.tensors.memory_format import order_of
@@ -104,7 +105,7 @@ class ParallelModule(nn.Module):
     # ---- the call --------------------------------------------------------------------------------------------
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        kwargs = off_cache(self.__dict__["_wrapped"], kwargs)
+        args, kwargs = whole((args, off_cache(self.__dict__["_wrapped"], kwargs)))
         call, step, lengths = self._agreed(args, kwargs)
         tensors = Tensors.of(self)
         with during("forward: local inputs", self._builder.groups.ranks):
@@ -296,7 +297,8 @@ class ParallelModule(nn.Module):
     def _pack(self, run: Run, outputs: tuple[torch.Tensor | None, ...], lengths: Lengths) -> object:
         """lengths: of what was padded, before that."""
         captured = run.step.captured
-        leaves = [captured.constants.get(i, o) for i, o in enumerate(outputs)]
+        places = run.step.plan.outputs
+        leaves = [captured.constants.get(i, self._outputs.worn(o, places[i])) for i, o in enumerate(outputs)]
         result = _torch.pytree.tree_unflatten(leaves, captured.out_spec)
         if captured.loss_only:
             rest = self._rest(run, lengths) if captured.samples is None else not_kept(self._builder.micro_batches)

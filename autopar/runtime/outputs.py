@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,9 @@ from autopar.errors import AutoparError
 from autopar.graph.graph import Tensor
 from autopar.graph.placement import Placement, shard
 from autopar.planner.storage import batch_size
+from autopar.runtime import sharded_output
 from autopar.runtime.inputs import InputReader
+from autopar.runtime.rows import Rows, rows_of
 from autopar.runtime.step import Step
 
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -24,7 +27,7 @@ Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 class OutputGiver:
     """Between a step's local outputs and the caller's tensors.
 
-    With global inputs every rank's caller has the whole of an output, the same on all. With local inputs a caller has its own samples of what has the batch as its
+    With global inputs every rank's caller has the whole of an output, the same on all; of a large one a tensor that behaves so (`ShardedOutput`). With local inputs a caller has its own samples of what has the batch as its
     dim 0, and a loss of its own: the step's is the mean of those, as in DDP.
     """
 
@@ -63,7 +66,18 @@ class OutputGiver:
         batch = batch_size(tuple(Tensor("", s, "") for s, _ in shapes)) if mine else None
         if mine and p.shape[0] == batch:
             return shard(p.shape, 0, self.reader.data_axes, self.groups.mesh)
-        return Placement.of(p.shape)
+        rows = self.rows(p)
+        return Placement.of(p.shape) if rows is None else rows.placement(p.shape)
+
+    def rows(self, p: Placement) -> Rows | None:
+        """How an output is dealt out that is too large to lie whole on every rank; None for others, and with local inputs."""
+        is_large = self.reader.mode != "local" and len(p.shape) > 1 and math.prod(p.shape) >= sharded_output.LARGE
+        return rows_of(p.shape, p, self.groups) if is_large else None
+
+    def worn(self, output: torch.Tensor | None, p: Placement) -> torch.Tensor | None:
+        """An output as the caller sees it."""
+        rows = self.rows(p) if output is not None and output.dim() else None
+        return output if output is None or rows is None else sharded_output.ShardedOutput.worn(output, rows)
 
     def moved(self, local: torch.Tensor, here: Placement, there: Placement) -> torch.Tensor:
         if here == there:

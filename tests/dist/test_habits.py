@@ -1,6 +1,6 @@
 """Habits of training loops (`tests/dist/habits`), each against plain PyTorch on one device.
 
-    python -m tests.dist.test_habits [--habits generate,deep_copy] [--processes 2] [--layout planned] [--backend aot_eager]
+    python -m tests.dist.test_habits [--habits generate,deep_copy] [--processes 2] [--layout planned] [--backend aot_eager] [--large 64]
 
 prints a line for each: equal, refused (the error tells what to do), or failed.
 """
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.runtime import sharded_output
 from tests.dist.habits import BOUNDS, load, plain
 from tests.dist.launch import run
 from tests.wide import cases, wide
@@ -28,7 +29,7 @@ def whole(x: Any) -> Any:
     if isinstance(x, DTensor):
         x = x.full_tensor()
     if isinstance(x, torch.Tensor):
-        return x.detach().clone()
+        return sharded_output.whole(x).detach().clone()
     if isinstance(x, (list, tuple)):
         return [whole(y) for y in x]
     return x
@@ -70,7 +71,9 @@ def outcome(name: str, layout: str | None, mesh: Any, backend: str) -> str:
     return next((f"failed: {d}" for k in want if (d := differs(k, want[k], got[k], BOUNDS[name]))), "equal")
 
 
-def every(names: list[str], layout: str | None, sizes: tuple[int, ...], backend: str) -> dict[str, str]:
+def every(names: list[str], layout: str | None, sizes: tuple[int, ...], backend: str, large: int | None = None) -> dict[str, str]:
+    """large: elements from which outputs stay where they are."""
+    sharded_output.LARGE = large or sharded_output.LARGE
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")[: len(sizes)])
     return {n: outcome(n, layout, mesh, backend) for n in names}
 
@@ -98,9 +101,16 @@ def test_variations(processes: int, layout: str | None, part: int) -> None:
     check([n for n in load() if is_variation(n)][part::PART], processes, layout)
 
 
-def check(names: list[str], processes: int, layout: str | None) -> None:
+@wide
+@pytest.mark.parametrize("part", range(2))
+def test_outputs_of_which_ranks_have_samples(part: int) -> None:
+    """As if all outputs were large."""
+    check([n for n in load() if load()[n].__module__.endswith(".outputs")][part::2], 2, "tp", 40)
+
+
+def check(names: list[str], processes: int, layout: str | None, large: int | None = None) -> None:
     wrong: dict[str, str] = {}
-    for found in run(every, processes, names, layout, (processes,), "aot_eager"):
+    for found in run(every, processes, names, layout, (processes,), "aot_eager", large):
         wrong |= {n: said for n, said in found.items() if said != "equal"}
     assert not wrong, "\n".join(f"{n}: {said}" for n, said in wrong.items())
 
@@ -111,11 +121,12 @@ def main() -> None:
     a.add_argument("--processes", type=int, default=2)
     a.add_argument("--layout", default="planned")
     a.add_argument("--backend", default="aot_eager")
+    a.add_argument("--large", type=int, help="elements from which an output is not whole on every rank")
     o = a.parse_args()
     names = o.habits.split(",") if o.habits else list(load())
     for name in names:
         try:
-            found = run(every, o.processes, [name], None if o.layout == "planned" else o.layout, (o.processes,), o.backend, timeout=300)
+            found = run(every, o.processes, [name], None if o.layout == "planned" else o.layout, (o.processes,), o.backend, o.large, timeout=300)
             said = next((r[name] for r in found if r[name] != "equal"), "equal")
         except Exception as e:
             said = f"failed: {type(e).__name__}: {str(e)[-1500:]}"
