@@ -32,7 +32,7 @@ def batch_placements(inputs: tuple[Tensor, ...], data: tuple[str, ...], mesh: Me
         if t.shape and t.shape[0] == batch:
             left = t.shape[0]
             for a in data:
-                if left % mesh.axis_size(a) == 0:
+                if left and left % mesh.axis_size(a) == 0:
                     left //= mesh.axis_size(a)
                     where[a] = (0, left)
         out.append(Placement.of(t.shape, where))
