@@ -58,6 +58,7 @@ from autopar.solver.problem import NVME
 from autopar.tensors.memory_format import laid, order_of
 from autopar.text.log import log
 from autopar.text.progress import told
+from autopar.text.sizes import format_bytes
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ class Builder:
         self.reader = InputReader(self.groups, config.inputs, split)
         self.first = Layout(data=every, shard=every, name="fsdp")
         self.plan: Plan | None = None
+        self.largest = 0  # elements of an input, of the calls that `too_large` has looked at
         self.planned = self.layout is not None
         self.once = CompileOnce(self.groups.id, self.groups.ranks) if config.backend == "inductor" else None
         self.coordinates: dict[str, torch.Tensor] = {}
@@ -352,6 +354,32 @@ class Builder:
         if request.plan is not None or self.cluster is None:
             return made
         return of_the_call(asked(made, request, self.cluster, folded, axes, s), self.micro_batches)
+
+    def too_large(self, shapes: Shapes) -> str:
+        """Of a call larger than the plan was made for, and than any before it, what to tell where it may not fit: activations grow as inputs do."""
+        plan = self.plan
+        if plan is None or not self.planned or "peak_memory_bytes" not in plan.predicted:
+            return ""
+        planned = max((math.prod(p.shape) for p in plan.inputs), default=0)
+        now = max((math.prod(s) for s, _ in shapes), default=0)
+        if not planned or now <= max(planned, self.largest):
+            return ""
+        self.largest = now
+        peak, budget = plan.predicted["peak_memory_bytes"], plan.predicted["budget_bytes"]
+        params = dict(self.model.named_parameters())
+        state = self.training({}, frozenset()).state_bytes
+        held = math.fsum(
+            math.prod(c.storage.local_shape(self.mesh)) * (params[n].element_size() + state * c.trainable)
+            for n, c in plan.params.items()
+            if n in params
+        )
+        wanted = held + max(0.0, peak - held) * now / planned
+        if wanted <= budget:
+            return ""
+        return (
+            f"inputs of {now:,} elements, {now / planned:.1f} times what the plan was made for, take about {format_bytes(wanted)} a device, where {format_bytes(budget)} are "
+            "to be used: call the model with the largest batch first, or say the largest size by torch._dynamo.mark_dynamic(t, dim, max=...), and the plan is made for it"
+        )
 
     def training(self, stored: dict[str, torch.dtype], trainable: frozenset[str]) -> TrainingConfig:
         """What a plan depends on besides the program."""

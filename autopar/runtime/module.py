@@ -177,6 +177,8 @@ class ParallelModule(nn.Module):
         with during("comparing the batches of the ranks", self._builder.groups.ranks):
             how = (self.training, grad, autocast, formats, loss_only, part)
             self._reader.check_same(whole or call, shapes, how, None if step is not None else lambda: self._why_new(kind, shapes))
+        if grad and (told := self._builder.too_large(shapes)) and self._builder.groups.rank == 0:
+            warnings.warn(told, stacklevel=4)
         if step is not None:
             return step
         was_planned = self._builder.planned

@@ -148,6 +148,17 @@ def test_the_first_call_of_a_marked_dim_is_for_all_sizes() -> None:
     assert model.programs.captured == model.programs.general == 1
 
 
+def test_a_size_that_the_plans_memory_may_not_hold_is_told_once() -> None:
+    first = trained(Means, sizes=((4, 12),), layout=None)
+    assert first.plan is not None
+    memory = 1.5 * first.plan.predicted["peak_memory_bytes"]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        trained(Means, sizes=((4, 12), (4, 16), (4, 900), (4, 16), (4, 900), (4, 800)), layout=None, memory=memory)
+    said = [str(w.message) for w in seen if "what the plan was made for" in str(w.message)]
+    assert len(said) == 1 and "75.0 times" in said[0] and "mark_dynamic" in said[0]
+
+
 def test_static_sizes_have_a_program_each() -> None:
     for kw in ({"mark": lambda t: torch._dynamo.mark_static(t)}, {"dynamic": False}):
         found = trained(Means, sizes=LENGTHS[:3], **kw).programs
