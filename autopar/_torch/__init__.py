@@ -57,7 +57,7 @@ from autopar._torch.nodes import (
     results_of,
     without_dead_code,
 )
-from autopar._torch.parameters import hooks_of, move_parameter, set_hooks
+from autopar._torch.parameters import hooks_of, move_parameter, quiet_without_gradient, set_hooks
 from autopar._torch.patched import other_code, replaced_composites
 from autopar._torch.pickles import restricted_reader
 from autopar._torch.record import recorded
@@ -115,6 +115,7 @@ __all__ = [
     "local_tensor",
     "marks_of",
     "move_parameter",
+    "quiet_without_gradient",
     "new_fake_mode",
     "new_group",
     "number",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +23,25 @@ def set_hooks(t: torch.Tensor, hooks: tuple[Any, Any]) -> None:
         t._post_accumulate_grad_hooks = after
     if before:
         t._backward_hooks = before
+
+
+class _WithGradient:
+    """A hook that is not called where there is no gradient. after: it takes the parameter, else the gradient."""
+
+    def __init__(self, hook: Callable[[Any], Any], after: bool) -> None:
+        functools.update_wrapper(self, hook, updated=())
+        self.hook, self.after = hook, after
+
+    def __call__(self, x: Any) -> Any:
+        return None if (x.grad if self.after else x) is None else self.hook(x)
+
+
+def quiet_without_gradient(p: torch.Tensor) -> None:
+    """autograd calls hooks of `p` with None when a Function gives it no gradient: those that there are by now are then not called."""
+    for after, hooks in zip((True, False), hooks_of(p), strict=True):
+        for key, hook in (hooks or {}).items():
+            if not isinstance(hook, _WithGradient):
+                hooks[key] = _WithGradient(hook, after)
 
 
 def move_parameter(p: Any, there: Any) -> None:

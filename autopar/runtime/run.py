@@ -173,6 +173,12 @@ class Apply(torch.autograd.Function):
             if check is not None:
                 check.ran_backward([(r, params.get(r)) for r in step.base.backward_outputs])
         out: list[torch.Tensor | None] = []
+        without = {
+            n for n in run.diff[: ctx.n_params] if params.get(Role("grad", n)) is None
+        }  # not reduced yet, or of what forward does not use
+        for name, p in Tensors.of(module).trained.items() if without else ():
+            if name in without:
+                _torch.quiet_without_gradient(p)
         for name in run.diff[: ctx.n_params]:
             local = params.get(Role("grad", name))
             out.append(None if local is None else module._builder.gradient(name, local, step.plan))

@@ -78,6 +78,23 @@ def test_hooks_on_parameters(register: str, hook: Any) -> None:
     assert trained(seeded(on_weight(register, hook))) != trained(seeded(Net))
 
 
+def test_hooks_are_not_called_without_a_gradient() -> None:
+    """Of calls whose gradients wait, and of parameters that a call does not use."""
+    model: Any = compiled(seeded(Net))
+    x = torch.ones(4, 4)
+    called: list[bool] = []
+    model.a.weight.register_hook(lambda g: called.append(g is not None))
+    handle = model.a.weight.register_post_accumulate_grad_hook(lambda p: called.append(p.grad is not None))
+    with model.no_sync():
+        model(x).sum().backward()
+    assert not called
+    model(x).sum().backward()
+    assert called == [True, True]
+    handle.remove()
+    model(x).sum().backward()
+    assert called == [True, True, True]
+
+
 def test_handles_of_hooks_from_before_still_remove_them() -> None:
     def build() -> nn.Module:
         model = Net()
