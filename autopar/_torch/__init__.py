@@ -44,6 +44,8 @@ from autopar._torch.inductor import (
     keep_strides,
 )
 from autopar._torch.marks import Marks, marks_of
+from autopar._torch.muon import Step as MuonStep
+from autopar._torch.muon import adjusted_lr, orthogonalized, replace_muon_step
 from autopar._torch.nodes import (
     compiled_when_called,
     draws_random,
@@ -67,10 +69,12 @@ from autopar._torch.symbols import SymbolicValues, Symbols, concrete, expression
 __all__ = [
     "Effect",
     "Marks",
+    "MuonStep",
     "Notes",
     "SymbolicValues",
     "Symbols",
     "TorchDispatchMode",
+    "adjusted_lr",
     "alias_process_group",
     "boxed",
     "check_recorded_values",
@@ -119,12 +123,14 @@ __all__ = [
     "new_group",
     "number",
     "orderly",
+    "orthogonalized",
     "other_code",
     "process_group",
     "pytree",
     "quiet_without_gradient",
     "recorded",
     "region_of",
+    "replace_muon_step",
     "replaced_composites",
     "restricted_reader",
     "results_of",

@@ -40,6 +40,11 @@ def _let_go() -> None:
         _torch.let_go_of_groups(groups.device_mesh)
 
 
+def groups_of(device_mesh: DeviceMesh) -> Groups | None:
+    """Those of a mesh that a model of ours is on."""
+    return next((g for g in _all if g.device_mesh is device_mesh or g.device_mesh == device_mesh), None)
+
+
 class Groups:
     """The groups of one device mesh."""
 

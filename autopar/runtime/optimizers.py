@@ -16,9 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from autopar import _torch
 from autopar._torch import stepping
 from autopar.cost.optimizers import KINDS, Kind, kind_of, known
 from autopar.errors import OptimizerError
+from autopar.runtime.muon import dealt
 
 
 @dataclass
@@ -55,6 +57,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     stepping.leave()
 
 
+_torch.replace_muon_step(dealt)
 register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)
 

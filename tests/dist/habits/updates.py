@@ -50,8 +50,8 @@ def _named(name: str, make: Callable[[Any], Any]) -> None:
         return stepped(prepared, make)
 
     HABITS[f"optimizer_{name}"] = run
-    # Muon's iteration runs in bfloat16, which rounds shards' products otherwise than whole ones; with the iteration in float32 they differ by 4e-7.
-    BOUNDS[f"optimizer_{name}"] = 1e-2 if name == "muon" else 2e-4 if name in ("adamax", "rprop", "radam", "nadam") else 1e-4
+    # Muon orthogonalizes in bfloat16, where a last digit of a gradient may count for more.
+    BOUNDS[f"optimizer_{name}"] = 1e-3 if name == "muon" else 2e-4 if name in ("adamax", "rprop", "radam", "nadam") else 1e-4
 
 
 for _name, _make in _optimizers().items():
