@@ -176,7 +176,7 @@ class Apply(torch.autograd.Function):
         without = {
             n for n in run.diff[: ctx.n_params] if params.get(Role("grad", n)) is None
         }  # not reduced yet, or of what forward does not use
-        for name, p in Tensors.of(module).trained.items() if without else ():
+        for name, p in module.named_parameters() if without else ():
             if name in without:
                 _torch.quiet_without_gradient(p)
         for name in run.diff[: ctx.n_params]:
