@@ -64,6 +64,7 @@ from autopar._torch.patched import other_code, replaced_composites
 from autopar._torch.pickles import restricted_reader
 from autopar._torch.record import recorded
 from autopar._torch.regions import TorchDispatchMode, leave_region, region_of
+from autopar._torch.subclass import memory_of, plainly, without_memory
 from autopar._torch.symbols import SymbolicValues, Symbols, concrete, expressions, fill_sizes, number, symbolic
 
 __all__ = [
@@ -118,6 +119,7 @@ __all__ = [
     "line_of",
     "local_tensor",
     "marks_of",
+    "memory_of",
     "move_parameter",
     "new_fake_mode",
     "new_group",
@@ -125,6 +127,7 @@ __all__ = [
     "orderly",
     "orthogonalized",
     "other_code",
+    "plainly",
     "process_group",
     "pytree",
     "quiet_without_gradient",
@@ -141,4 +144,5 @@ __all__ = [
     "unalias_process_groups",
     "with_strides",
     "without_dead_code",
+    "without_memory",
 ]

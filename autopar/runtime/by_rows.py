@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
+from autopar._torch import pytree
 from autopar.runtime import rows as moved
 from autopar.runtime.rows import Rows
 

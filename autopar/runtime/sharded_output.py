@@ -19,8 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from autopar._torch import memory_of, plainly, pytree, without_memory
 from autopar.errors import AutoparError
 from autopar.runtime import rows as moved
 from autopar.runtime.by_rows import NotByRows, by_rows
@@ -84,7 +84,7 @@ class ShardedOutput(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with plainly():
             if func in _NATIVE:
                 return func(*args, **kwargs)
             if func in _SPECIAL:
@@ -115,7 +115,8 @@ class _Worn(torch.autograd.Function):
     def forward(ctx: Any, local: torch.Tensor, rows: Rows) -> torch.Tensor:
         ctx.rows = rows
         shape = (local.shape[0] * rows.parts, *local.shape[1:])  # strides: as if the whole lay as the rows do
-        return torch.Tensor._make_wrapper_subclass(ShardedOutput, shape, dtype=local.dtype, device=local.device, strides=local.stride())
+        found: torch.Tensor = without_memory(ShardedOutput, shape, local)
+        return found
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -169,10 +170,10 @@ def _in_place(func: Any, written: ShardedOutput, args: Any, kwargs: Any) -> Any:
 
 def _settle_shared(name: str, found: Any, args: Any, kwargs: Any) -> None:
     """What was handed out may be written: then what it is memory of has to see that."""
-    memory = {t.untyped_storage()._cdata for t in pytree.tree_leaves(found) if type(t) in (torch.Tensor, torch.nn.Parameter)}
+    memory = {memory_of(t) for t in pytree.tree_leaves(found) if type(t) in (torch.Tensor, torch.nn.Parameter)}
     for x in pytree.tree_leaves((args, kwargs)):
         is_whole = isinstance(x, ShardedOutput) and not x._settled and x._whole is not None
-        if is_whole and (name in _MEMORY or x._whole.untyped_storage()._cdata in memory):
+        if is_whole and (name in _MEMORY or memory_of(x._whole) in memory):
             x.settle()
 
 
