@@ -21,7 +21,7 @@ import autopar
 from autopar.runtime import sharded_output
 from tests.dist.habits import BOUNDS, load, plain
 from tests.dist.launch import run
-from tests.wide import cases, wide
+from tests.wide import wide
 
 
 def whole(x: Any) -> Any:
@@ -79,26 +79,33 @@ def every(names: list[str], layout: str | None, sizes: tuple[int, ...], backend:
 
 
 PART = 4  # the habits are dealt out, so that workers share them
-CASES = [(2, "fsdp"), (2, None), (2, "tp"), (4, "fsdp")]
+# Besides, each is run in one of these; in all of them by the command above.
+OTHERS = [(2, None), (2, "tp"), (4, "fsdp"), (4, None), (4, "tp")]
+
+
+@pytest.mark.parametrize("part", range(PART))
+def test_habits(part: int) -> None:
+    check([n for n in load() if not is_variation(n)][part::PART], 2, "fsdp")
+
+
+@wide
+def test_variations() -> None:
+    check([n for n in load() if is_variation(n)], 2, "fsdp")
+
+
+@wide
+@pytest.mark.parametrize("half", range(2))
+@pytest.mark.parametrize("which", range(len(OTHERS)), ids=[f"{n}-{layout or 'planned'}" for n, layout in OTHERS])
+def test_habits_elsewhere(which: int, half: int) -> None:
+    check(list(load())[which :: len(OTHERS)][half::2], *OTHERS[which])
+
+
 MORE = ("customs", "tricks")  # files whose habits are variations: one of each is in make test
 ONE_OF_EACH = ("frozen_then_thawed_by_layer", "low_rank_merged")
 
 
 def is_variation(name: str) -> bool:
     return load()[name].__module__.rpartition(".")[2] in MORE and name not in ONE_OF_EACH
-
-
-@pytest.mark.parametrize("part", range(PART))
-@pytest.mark.parametrize(("processes", "layout"), cases(CASES, [(2, "fsdp")]))
-def test_habits(processes: int, layout: str | None, part: int) -> None:
-    check([n for n in load() if not is_variation(n)][part::PART], processes, layout)
-
-
-@wide
-@pytest.mark.parametrize("part", range(PART))
-@pytest.mark.parametrize(("processes", "layout"), CASES)
-def test_variations(processes: int, layout: str | None, part: int) -> None:
-    check([n for n in load() if is_variation(n)][part::PART], processes, layout)
 
 
 @wide
