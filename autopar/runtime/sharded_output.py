@@ -56,8 +56,10 @@ class ShardedOutput(torch.Tensor):
 
     def whole(self) -> torch.Tensor:
         """A plain tensor. Collective on first use."""
+        if self._settled and self._whole is not None:
+            return self._whole
         if self._whole is not None and (self._whole.requires_grad or not (torch.is_grad_enabled() and self._local.requires_grad)):
-            return self._whole if torch.is_grad_enabled() or self._settled else self._whole.detach()
+            return self._whole if torch.is_grad_enabled() else self._whole.detach()
         found = moved.whole(self.local(), self._rows)
         self._whole = found
         return found
@@ -86,7 +88,8 @@ class ShardedOutput(torch.Tensor):
         kwargs = kwargs or {}
         with plainly():
             if func in _NATIVE:
-                return func(*args, **kwargs)
+                settled = args and isinstance(args[0], cls) and args[0]._settled
+                return func(args[0]._whole, *args[1:], **kwargs) if settled else func(*args, **kwargs)
             if func in _SPECIAL:
                 return _SPECIAL[func](func, args, kwargs)
             name = getattr(func, "__name__", "")

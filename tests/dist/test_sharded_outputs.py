@@ -177,6 +177,7 @@ kept(x)
 hooked(x)
 views_written(x)
 views_written_before(x)
+cut_off(x)
 x.cpu().sum()
 """.strip().splitlines()
 
@@ -228,6 +229,16 @@ def inferred(x: torch.Tensor) -> torch.Tensor:
 def mixed(x: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return F.cross_entropy(x.view(-1, 12).bfloat16(), torch.arange(48) % 12) + 0 * x.mean()
+
+
+def cut_off(x: torch.Tensor) -> Any:
+    y = x * 2
+    y[0] = 0.5
+    y.detach_()
+    z = x.detach() * 1.0
+    before = z.requires_grad
+    z.mul_(x.mean())
+    return before, y.requires_grad, z.requires_grad, y.sum(-1), z.sum() + x.sum()
 
 
 def kept(x: torch.Tensor) -> torch.Tensor:
