@@ -55,7 +55,7 @@ from pathlib import Path
 @atexit.register  # before autopar's, so run after it
 def threads_of_groups():
     left = [n for t in os.listdir("/proc/self/task") if "gloo" in (n := Path(f"/proc/self/task/{t}/comm").read_text().strip())]
-    print(f"left: {left}\n", end="", flush=True)  # one write: the processes share the pipe
+    print(f"left: {left}" + chr(10), end="", flush=True)  # one write: the processes share the pipe
 
 import torch
 import torch.distributed as dist
