@@ -40,9 +40,9 @@ def _let_go() -> None:
         _torch.let_go_of_groups(groups.device_mesh)
 
 
-def groups_of(device_mesh: DeviceMesh) -> Groups | None:
-    """Those of a mesh that a model of ours is on."""
-    return next((g for g in _all if g.device_mesh is device_mesh or g.device_mesh == device_mesh), None)
+def is_ours(device_mesh: DeviceMesh) -> bool:
+    """Whether a model of ours is on this mesh."""
+    return any(g.device_mesh == device_mesh for g in _all)
 
 
 class Groups:

@@ -293,17 +293,13 @@ def _along(func: Any, name: str, args: Any, kwargs: Any, rows: Rows) -> Found:
     if name not in ("sum", "mean") or "out" in kwargs or kwargs.get("dtype") is not None:
         raise NotByRows
     part = x.local()
-    if not part.dtype.is_floating_point:
-        part = part if name == "sum" else _mean_of_numbers()
+    if name == "mean" and not part.dtype.is_floating_point:
+        raise NotByRows  # of integers: torch says why not
     low = part.dtype in (torch.float16, torch.bfloat16)
     part = func(part.float() if low else part, *args[1:], **kwargs)
     total = moved.total(part, rows)
     total = total / rows.parts if name == "mean" else total
     return total.to(x.dtype) if low else total, None, False
-
-
-def _mean_of_numbers() -> torch.Tensor:
-    raise NotByRows  # of integers: torch says why not
 
 
 def _reordered(func: Any, name: str, args: Any, kwargs: Any, rows: Rows) -> Found:
@@ -379,10 +375,8 @@ def _loss(func: Any, name: str, args: Any, kwargs: Any, rows: Rows) -> Found:
     """Of elements: each by itself, then their sum or mean."""
     given = _given(func, args, kwargs)
     how = given.pop("reduction")
-    x, dtype = given["input"], _dtype(given)
-    n, dims = (x.shape[0], x.dim())
-    local = {k: _operand(v, rows, dims, n) for k, v in given.items()}
-    target = given["target"]
+    x, target = given["input"], given["target"]
+    local = {k: _operand(v, rows, x.dim(), x.shape[0]) for k, v in given.items()}
     if (
         x.dim() != target.dim()
         or (not _is_sharded(x) and not _is_sharded(target))
@@ -393,8 +387,8 @@ def _loss(func: Any, name: str, args: Any, kwargs: Any, rows: Rows) -> Found:
     if how == "none":
         return func(**local, reduction="none"), rows, False
     total = _total(func(**{k: _wide(v) for k, v in local.items()}, reduction="none"), rows)
-    number = {"sum": 1, "mean": math.prod(x.shape), "batchmean": n}[how]
-    return (total / number).to(dtype), None, False
+    number = {"sum": 1, "mean": math.prod(x.shape), "batchmean": x.shape[0]}[how]
+    return (total / number).to(torch.promote_types(x.dtype, target.dtype)), None, False
 
 
 def _entropy(func: Any, name: str, args: Any, kwargs: Any, rows: Rows) -> Found:
@@ -431,10 +425,6 @@ def _given(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     if given.pop("size_average", None) is not None or given.pop("reduce", None) is not None:
         raise NotByRows
     return given
-
-
-def _dtype(given: dict[str, Any]) -> torch.dtype:
-    return torch.promote_types(given["input"].dtype, given["target"].dtype)
 
 
 def _wide(x: Any) -> Any:

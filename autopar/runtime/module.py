@@ -30,6 +30,7 @@ from autopar.distributed.failures import during
 from autopar.distributed.shards import cut
 from autopar.errors import AutoparError, InputError
 from autopar.plan.plan import Plan
+from autopar.runtime import sharded_output
 from autopar.runtime.buckets import Buckets, Lengths, to_longest
 from autopar.runtime.buckets import cut as cut_padding
 from autopar.runtime.build import Builder, Config, no_plan
@@ -46,7 +47,6 @@ from autopar.runtime.outputs import LossOutput, NotComputedError, OutputGiver
 from autopar.runtime.programs import FIXED, Counts, Program, Programs
 from autopar.runtime.python_state import PythonState, constants_hold, said
 from autopar.runtime.run import Apply, Run, Tensors, padded_local
-from autopar.runtime.sharded_output import whole
 from autopar.runtime.sizes import SizesSeen
 from autopar.runtime.step import Step, StepStats
 from autopar.tensors.memory_format import order_of
@@ -105,7 +105,7 @@ class ParallelModule(nn.Module):
     # ---- the call --------------------------------------------------------------------------------------------
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        args, kwargs = whole((args, off_cache(self.__dict__["_wrapped"], kwargs)))
+        args, kwargs = sharded_output.whole((args, off_cache(self.__dict__["_wrapped"], kwargs)))
         call, step, lengths = self._agreed(args, kwargs)
         tensors = Tensors.of(self)
         with during("forward: local inputs", self._builder.groups.ranks):

@@ -70,11 +70,16 @@ class ShardedOutput(torch.Tensor):
             self._local, self._whole = _local_of(self), None
         return self._local
 
+    def root(self) -> ShardedOutput:
+        """What it is a view of, in the end."""
+        x = self
+        while x._view is not None:
+            x = x._view[0]
+        return x
+
     def settle(self) -> torch.Tensor:
         """The whole, which it is from here on, and so are all that share memory with it, as views of one another."""
-        root = self
-        while root._view is not None:
-            root = root._view[0]
+        root = self.root()
         with torch.enable_grad():
             for x in (root, *(v() for v in root._views)):
                 if x is not None and not x._settled:
@@ -196,9 +201,7 @@ def _worn(found: Any, func: Any, args: Any, kwargs: Any) -> Any:
         made = ShardedOutput.worn(t, rows)
         if base is not None:
             made._view = base, lambda whole: pytree.tree_leaves(func(whole, *args[1:], **kwargs))[i]
-            root = base
-            while root._view is not None:
-                root = root._view[0]
+            root = base.root()
             root._views = [v for v in root._views if v() is not None] + [weakref.ref(made)]
         return made
 

@@ -51,7 +51,7 @@ def _named(name: str, make: Callable[[Any], Any]) -> None:
 
     HABITS[f"optimizer_{name}"] = run
     # Muon orthogonalizes in bfloat16, where a last digit of a gradient may count for more.
-    BOUNDS[f"optimizer_{name}"] = 1e-3 if name == "muon" else 2e-4 if name in ("adamax", "rprop", "radam", "nadam") else 1e-4
+    BOUNDS[f"optimizer_{name}"] = 1e-2 if name == "muon" else 2e-4 if name in ("adamax", "rprop", "radam", "nadam") else 1e-4
 
 
 for _name, _make in _optimizers().items():
