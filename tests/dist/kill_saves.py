@@ -24,8 +24,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch

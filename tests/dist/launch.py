@@ -32,7 +32,9 @@ def _child(rank: int, n: int, store: str, fn: Callable[..., Any], args: tuple[An
     except BaseException:
         results.put((rank, False, traceback.format_exc()))
         return
-    with contextlib.suppress(RuntimeError, ValueError):  # a collective that failed on purpose has closed the group; or none is there any more
+    with contextlib.suppress(
+        RuntimeError, ValueError
+    ):  # a collective that failed on purpose has closed the group; or none is there any more
         dist.barrier()
         dist.destroy_process_group()
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from autopar.hardware.calibrate import calibrate
-from autopar.hardware.cluster import Cluster
 from autopar.cost import Cost
 from autopar.cost.compute import ATTENTION
 from autopar.cost.links import KINDS
 from autopar.errors import AutoparError
 from autopar.graph.mesh import Mesh
+from autopar.hardware.calibrate import calibrate
+from autopar.hardware.cluster import Cluster
 from tests.dist.launch import run
 from tests.wide import wide
 

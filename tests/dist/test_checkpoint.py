@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.checkpoint import dcp as checkpoint
+from autopar.checkpoint.safetensors import load_safetensors, save_safetensors
 from autopar.errors import CheckpointError
 from autopar.runtime.init import distribute
-from autopar.checkpoint.safetensors import load_safetensors, save_safetensors
 from tests.dist.launch import run
 from tests.dist.test_init import mixed
 from tests.models import ZOO

@@ -152,7 +152,11 @@ def test_a_program_that_ends_has_written_and_says_what_failed(tmp_path: Path) ->
     )
     for how in ("fails", "works"):
         done = subprocess.run(
-            [sys.executable, "-c", program, str(tmp_path / how), how], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300
+            [sys.executable, "-c", program, str(tmp_path / how), how],
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
         assert done.returncode == 0, done.stderr
         assert ("a checkpoint was not saved" in done.stderr) == (how == "fails"), done.stderr

@@ -69,7 +69,9 @@ def _refused() -> None:
     state = dict(Mixed().state_dict())
     other = {"x": torch.ones(2), "scale": torch.ones(3)} | {n: t for n, t in state.items() if n not in ("b.bias", "scale")}
     mine = dist.get_rank() == 0
-    with pytest.raises(CheckpointError, match=r"missing: b\.bias; unknown to the model: x; of another shape: scale \(\[3\] given, \[\] here\)"):
+    with pytest.raises(
+        CheckpointError, match=r"missing: b\.bias; unknown to the model: x; of another shape: scale \(\[3\] given, \[\] here\)"
+    ):
         checkpoint.load_state_dict(model, other if mine else None)
     with pytest.raises(CheckpointError, match="rank 1 passes tensors, too"):
         checkpoint.load_state_dict(model, state)

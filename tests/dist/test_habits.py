@@ -133,7 +133,9 @@ def main() -> None:
     names = o.habits.split(",") if o.habits else list(load())
     for name in names:
         try:
-            found = run(every, o.processes, [name], None if o.layout == "planned" else o.layout, (o.processes,), o.backend, o.large, timeout=300)
+            found = run(
+                every, o.processes, [name], None if o.layout == "planned" else o.layout, (o.processes,), o.backend, o.large, timeout=300
+            )
             said = next((r[name] for r in found if r[name] != "equal"), "equal")
         except Exception as e:
             said = f"failed: {type(e).__name__}: {str(e)[-1500:]}"

@@ -36,7 +36,9 @@ def whole(t: torch.Tensor) -> torch.Tensor:
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
-def train(name: str, last: bool, sizes: tuple[int, ...], layout: str | None, backend: str, steps: int, batch: int, size: int) -> dict[str, Any]:
+def train(
+    name: str, last: bool, sizes: tuple[int, ...], layout: str | None, backend: str, steps: int, batch: int, size: int
+) -> dict[str, Any]:
     """Losses of both; the worst gradient of the first step and the worst buffer of the last one, as shares of their bounds; copies by half."""
     start = time.monotonic()
     one = model_of(name, last)
@@ -84,7 +86,9 @@ def every(cases: Sequence[tuple[str, bool]], sizes: tuple[int, ...], layout: str
 def check(results: list[list[Any]], cases: Sequence[tuple[str, bool]]) -> None:
     for by_case in results:
         for r, case in zip(by_case, cases, strict=True):
-            torch.testing.assert_close(torch.tensor(r["losses"]), torch.tensor(r["wants"]), rtol=1e-4, atol=1e-5, msg=lambda m, c=case: f"{c}: {m}")
+            torch.testing.assert_close(
+                torch.tensor(r["losses"]), torch.tensor(r["wants"]), rtol=1e-4, atol=1e-5, msg=lambda m, c=case: f"{c}: {m}"
+            )
             assert r["worst"][1] <= 1, f"{case}: gradient error over its bound: {r['worst']}"
             assert r["buffer"] <= 1, f"{case}: buffer error over its bound"
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from autopar.runtime.init import (distribute, materialize)
+from autopar.runtime.init import distribute, materialize
 from tests.conftest import Torchrun
 from tests.dist.launch import run
 from tests.models import ZOO

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
@@ -68,7 +67,10 @@ def compare_recorded(name: str, mesh: Any, outputs: str, asked: dict[str, Any]) 
         pairs = zip(got[key], expected, strict=True) if isinstance(expected, tuple) else [(got[key], expected)]
         for g, e in pairs:
             torch.testing.assert_close(whole(g).detach(), e.detach(), rtol=1e-4, atol=1e-5)
-    sum_of = [m.loss + sum(whole(h).square().mean() for h in getattr(m, "hidden_states", None) or ()) if outputs == "all" else m.loss for m in (got, want)]
+    sum_of = [
+        m.loss + sum(whole(h).square().mean() for h in getattr(m, "hidden_states", None) or ()) if outputs == "all" else m.loss
+        for m in (got, want)
+    ]
     for loss in sum_of:
         loss.backward()
     for (n, p), q in zip(one.named_parameters(), model.parameters(), strict=True):

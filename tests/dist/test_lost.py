@@ -73,7 +73,9 @@ def _work(phase: str, victim: bool, how: str, folder: str) -> None:
         _at(build.Builder, "arguments", how)
     if phase == "compile: parameters being spread" and victim:
         _at(build, "distribute", how)
-    planned: dict[str, Any] = {"cluster": "h100:8"} if phase == "planning" else {"layout": "ddp" if phase == "gradient reduction" else "fsdp"}
+    planned: dict[str, Any] = (
+        {"cluster": "h100:8"} if phase == "planning" else {"layout": "ddp" if phase == "gradient reduction" else "fsdp"}
+    )
     compiled = autopar.compile(Net(), mesh, backend="aot_eager", **planned)
     if phase == "capture" and victim:
         _at(pipeline, "capture", how)
@@ -96,7 +98,9 @@ def _child(rank: int, n: int, store: Any, phase: str, victim: int, how: str, fol
     presence.GRACE_S, presence.STORE_S = 2.0, 1.0
     patience = timedelta(seconds=PATIENCE_S)
     ready.wait()  # patience is for what is tested
-    kept: Any = dist.FileStore(store, n) if isinstance(store, str) else dist.TCPStore("127.0.0.1", store, n, rank == 0, patience, use_libuv=True)
+    kept: Any = (
+        dist.FileStore(store, n) if isinstance(store, str) else dist.TCPStore("127.0.0.1", store, n, rank == 0, patience, use_libuv=True)
+    )
     dist.init_process_group("gloo", store=kept, rank=rank, world_size=n, timeout=patience)
     try:
         _work(phase, rank == victim, how, folder)

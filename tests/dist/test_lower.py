@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.runtime import compile_cache
-from autopar.runtime.compile_cache import CompileOnce
 from autopar.errors import AutoparError
 from autopar.kernels.random import EagerRandom
+from autopar.runtime import compile_cache
+from autopar.runtime.compile_cache import CompileOnce
 from tests.dist.launch import run
 from tests.models import ZOO
 

@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar import _torch
-from autopar.runtime import muon
 from tests.dist.launch import run
 from tests.dist.test_habits import whole
 from tests.wide import wide

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autopar
-from autopar.runtime import compile_cache
-from autopar.errors import MeshError
 from autopar.distributed.failures import RankError
 from autopar.distributed.groups import Groups
+from autopar.errors import MeshError
+from autopar.runtime import compile_cache
 from autopar.runtime.step import Step
 from tests.dist.launch import run
 from tests.dist.test_lost import Net
@@ -41,9 +40,7 @@ def _train(model: Any) -> None:
 
 def _world(folder: str, processes: list[int], me: int, patience_s: float) -> None:
     store = dist.FileStore(os.path.join(folder, "-".join(map(str, processes))), len(processes))
-    dist.init_process_group(
-        "gloo", store=store, rank=processes.index(me), world_size=len(processes), timeout=timedelta(seconds=patience_s)
-    )
+    dist.init_process_group("gloo", store=store, rank=processes.index(me), world_size=len(processes), timeout=timedelta(seconds=patience_s))
     os.environ["LOCAL_RANK"] = str(processes.index(me))
 
 

@@ -101,7 +101,10 @@ def by_itself(sizes: tuple[int, ...]) -> None:
         places: list[tuple[Placement, torch.Tensor]] = [(Placement(shape, (), tuple((a, "sum") for a in axes)), parts[dist.get_rank()])]
         places.append((Placement.of(shape), whole))
         if name == "trunk.0.weight":
-            places += [(p, cut(whole, p, mesh, at)) for p in (shard(shape, 1, tuple(axes), mesh), replace(Placement.of(shape)).with_axis(axes[-1], (0, 2)))]
+            places += [
+                (p, cut(whole, p, mesh, at))
+                for p in (shard(shape, 1, tuple(axes), mesh), replace(Placement.of(shape)).with_axis(axes[-1], (0, 2)))
+            ]
         for p, local in places:
             mine = model._builder.gradient(name, builder.reduced(name, local.contiguous(), p), model.plan)
             assert torch.allclose(mine.full_tensor(), whole, rtol=1e-4, atol=1e-5), (name, str(p))

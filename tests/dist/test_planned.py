@@ -26,14 +26,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.graph.mesh import Mesh
 from autopar.hardware.cluster import Cluster
+from autopar.kernels.random import EagerRandom
+from autopar.plan.schema import canonical, dumps, save
 from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.layout import Layout
-from autopar.graph.mesh import Mesh
-from autopar.plan.schema import (canonical, dumps, save)
 from autopar.planner.planning import Planned
 from autopar.planner.propagate import propagate
-from autopar.kernels.random import EagerRandom
 from tests.dist.launch import run
 from tests.models import ZOO
 from tests.wide import cases

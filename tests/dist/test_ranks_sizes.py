@@ -1,6 +1,6 @@
 """Ranks that pass their own part of a batch: each may pad it by itself; ranks that would run different programs are refused on all of them, whenever it happens.
 
-    python -m tests.dist.test_ranks_sizes --models llama,t5 --processes 2 --layout planned [--buckets 16,32]
+python -m tests.dist.test_ranks_sizes --models llama,t5 --processes 2 --layout planned [--buckets 16,32]
 """
 
 from __future__ import annotations
@@ -94,7 +94,12 @@ def holds(results: list[dict[str, Any]]) -> None:
         assert r["lengths"][0] == r["lengths"][1], "outputs keep what they were padded by"
 
 
-CASES: list[tuple[str, str | None, tuple[int, ...] | None]] = [("t5", "fsdp", None), ("llama", None, (16, 32)), ("bert", "ddp", None), ("llama", "fsdp", None)]
+CASES: list[tuple[str, str | None, tuple[int, ...] | None]] = [
+    ("t5", "fsdp", None),
+    ("llama", None, (16, 32)),
+    ("bert", "ddp", None),
+    ("llama", "fsdp", None),
+]
 
 
 @pytest.mark.parametrize(("name", "layout", "buckets"), cases(CASES, (CASES[0],)))

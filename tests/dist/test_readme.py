@@ -43,7 +43,9 @@ def test_readme_script_is_one_process_on_two(torchrun: Torchrun, tmp_path: Path)
     assert losses(torchrun(str(plain), processes=1)) == pytest.approx(found, abs=2e-4), "not the losses of one process"
 
 
-def test_quickstart_script_runs_as_architecture_and_debugging_tell(torchrun: Torchrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quickstart_script_runs_as_architecture_and_debugging_tell(
+    torchrun: Torchrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AUTOPAR_DUMP", "dump")
     printed = torchrun(str(script_of("docs/quickstart.md", tmp_path)), processes=2)
     assert len(losses(printed)) == 5

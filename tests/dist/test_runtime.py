@@ -72,7 +72,10 @@ def _accumulation(how: str, layout: str) -> None:
     _assert_gradients(model, one)
 
 
-@pytest.mark.parametrize(("how", "layout"), cases([("plain", "fsdp"), ("grad_accumulation", "fsdp"), ("no_sync", "ddp")], [("grad_accumulation", "fsdp"), ("no_sync", "ddp")]))
+@pytest.mark.parametrize(
+    ("how", "layout"),
+    cases([("plain", "fsdp"), ("grad_accumulation", "fsdp"), ("no_sync", "ddp")], [("grad_accumulation", "fsdp"), ("no_sync", "ddp")]),
+)
 def test_accumulation_equals_one_batch(how: str, layout: str) -> None:
     run(_accumulation, 2, how, layout)
 
@@ -156,7 +159,9 @@ def _outputs() -> None:
     out = llama(**batch)
     assert out.loss is out["loss"] is out[0] and out.loss.dim() == 0 and not isinstance(out.loss, DTensor)
     torch.testing.assert_close(out.logits, _model()(**batch).logits, rtol=1e-4, atol=1e-5)  # computed when it is asked for
-    assert llama.programs.captured == 2 and not llama(**batch).__class__.__name__.startswith("Loss") and llama.programs.captured == 2  # and from then on at once
+    assert (
+        llama.programs.captured == 2 and not llama(**batch).__class__.__name__.startswith("Loss") and llama.programs.captured == 2
+    )  # and from then on at once
     everything = _compiled(mesh, outputs="all")(**batch)
     torch.testing.assert_close(everything.logits, _model()(**batch).logits, rtol=1e-4, atol=1e-5)
     llama.eval()

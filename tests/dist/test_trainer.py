@@ -25,7 +25,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def ran(folder: Path, script: str, *options: str, processes: int, killed: bool = False) -> str:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command = [*(launcher if processes else [sys.executable]), str(ROOT / "examples" / script), *options, *([] if processes else ["--plain"])]
+    command = [
+        *(launcher if processes else [sys.executable]),
+        str(ROOT / "examples" / script),
+        *options,
+        *([] if processes else ["--plain"]),
+    ]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode != 0) == killed, done.stdout + done.stderr
     if killed:
@@ -34,7 +39,11 @@ def ran(folder: Path, script: str, *options: str, processes: int, killed: bool =
 
 
 def lines(printed: str) -> list[list[float]]:
-    return [[float(x) for x in re.findall(r"[-\d.]+(?:e[-+]\d+)?", line)] for line in printed.splitlines() if line.startswith(("step ", "best "))]
+    return [
+        [float(x) for x in re.findall(r"[-\d.]+(?:e[-+]\d+)?", line)]
+        for line in printed.splitlines()
+        if line.startswith(("step ", "best "))
+    ]
 
 
 def same(mine: str, one_process: str, rel: float = 1e-5) -> None:
@@ -145,7 +154,9 @@ def _adapters_and_refusals(folder: str) -> None:
     compiled = autopar.compile(whole, mesh, layout="fsdp", inputs="local", backend="aot_eager")
     _refused(lambda: setattr(compiled, "forward", lambda x: x), "forward is replaced after autopar.compile")
     if dist.get_rank() == 0:  # as the Trainer does by itself
-        _refused(lambda: safetensors.torch.save_file(compiled.state_dict(), folder + "/x.safetensors"), "no memory that one of them could save")
+        _refused(
+            lambda: safetensors.torch.save_file(compiled.state_dict(), folder + "/x.safetensors"), "no memory that one of them could save"
+        )
     AcceleratorState._reset_state(True)
     _refused(lambda: Accelerator(cpu=True, mixed_precision="bf16").prepare(compiled), "would be dropped")
 

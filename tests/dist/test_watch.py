@@ -92,7 +92,10 @@ def _watched(folder: str, layout: str | None, backend: str) -> None:
     for n, g in gradients(model).items():
         assert torch.allclose(g.full_tensor(), want[n], rtol=1e-5, atol=1e-7), n
     nowhere = Path(folder) / "nowhere" / "x.json"
-    with pytest.raises(autopar.AutoparError, match="cannot be written") if dist.get_rank() == 0 else contextlib.nullcontext(), twice.trace(nowhere):
+    with (
+        pytest.raises(autopar.AutoparError, match="cannot be written") if dist.get_rank() == 0 else contextlib.nullcontext(),
+        twice.trace(nowhere),
+    ):
         _step(model, 5)
     if dist.get_rank() == 0:
         _is_the_step(json.loads(path.read_text()), model, layout is None)
@@ -103,13 +106,17 @@ def _is_the_step(document: dict[str, Any], model: Any, planned: bool) -> None:
     measured = [e for e in events if e["pid"] == 2 and e["ph"] == "X"]
     assert any(e["pid"] == 1 for e in events) == planned
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["pid"] == 2 and e["name"] == "thread_name"}
-    halves = [s for s in model.compiled_steps if s.backwards][0]
+    halves = next(s for s in model.compiled_steps if s.backwards)
     graphs = (halves.base.forward, halves.base.backward)
-    collectives = [n for gm in graphs for n in gm.graph.nodes if str(n.target).startswith("_c10d_functional.") and "wait" not in str(n.target)]
+    collectives = [
+        n for gm in graphs for n in gm.graph.nodes if str(n.target).startswith("_c10d_functional.") and "wait" not in str(n.target)
+    ]
     on_links = [e for e in measured if "links" in tracks[e["tid"]]]
     waits = [e for e in measured if e["cat"] == "exposed"]
     eager = halves.settings.backend == "aot_eager"
-    assert len(on_links) == len(waits) and (len(waits) == len(collectives) if eager else len(collectives) / 2 < len(waits) <= len(collectives))
+    assert len(on_links) == len(waits) and (
+        len(waits) == len(collectives) if eager else len(collectives) / 2 < len(waits) <= len(collectives)
+    )
     assert all(e["args"]["waited_us"] <= e["dur"] + 1e-3 and e["args"]["axes"] for e in on_links)
     assert Counter(e["name"] for e in measured)["Optimizer.step#AdamW.step"] == 1
     if eager:
@@ -125,7 +132,9 @@ def _is_the_step(document: dict[str, Any], model: Any, planned: bool) -> None:
             ends.append(e["ts"] + e["dur"])
 
 
-@pytest.mark.parametrize(("layout", "backend"), cases([(None, "aot_eager"), ("fsdp", "aot_eager"), ("fsdp", "inductor")], [(None, "aot_eager")]))
+@pytest.mark.parametrize(
+    ("layout", "backend"), cases([(None, "aot_eager"), ("fsdp", "aot_eager"), ("fsdp", "inductor")], [(None, "aot_eager")])
+)
 def test_watched(layout: str | None, backend: str, tmp_path: Path) -> None:
     run(_watched, 2, str(tmp_path), layout, backend, timeout=150)
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
 from tests.dist.habits import Prepared, habit
-from tests.dist.habits.common import BATCH, WORDS, Classes, Words, features, gradients, ids, labels, parameters, seeded
+from tests.dist.habits.common import BATCH, Classes, Words, features, gradients, ids, labels, parameters, seeded
 
 
 def step(model: Any, optimizer: Any, i: int) -> float:
@@ -254,7 +254,9 @@ def classes_weighed_by_sampler(prepared: Prepared) -> dict[str, Any]:
     model = prepared(seeded(Classes))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     y = labels(0, batch=24)
-    sampler = WeightedRandomSampler((1 / torch.bincount(y, minlength=4).clamp(min=1))[y].tolist(), 16, generator=torch.Generator().manual_seed(1))
+    sampler = WeightedRandomSampler(
+        (1 / torch.bincount(y, minlength=4).clamp(min=1))[y].tolist(), 16, generator=torch.Generator().manual_seed(1)
+    )
     losses = []
     for a, b in DataLoader(TensorDataset(features(0, batch=24), y), BATCH, sampler=sampler):
         loss = F.cross_entropy(model(a), b)

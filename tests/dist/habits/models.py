@@ -91,7 +91,11 @@ def one_model_feeds_another(prepared: Prepared) -> dict[str, Any]:
     encoder, head = prepared(seeded(Classes, classes=16)), prepared(seeded(Classes, seed=2))
     loss = F.cross_entropy(head(torch.relu(encoder(features(1)))), labels(1))
     loss.backward()
-    return {"loss": loss, **{f"encoder {k}": v for k, v in gradients(encoder).items()}, **{f"head {k}": v for k, v in gradients(head).items()}}
+    return {
+        "loss": loss,
+        **{f"encoder {k}": v for k, v in gradients(encoder).items()},
+        **{f"head {k}": v for k, v in gradients(head).items()},
+    }
 
 
 @habit()
@@ -140,7 +144,9 @@ def sampled_by_hand(prepared: Prepared) -> dict[str, Any]:
 def _llama() -> Any:
     import transformers
 
-    c = transformers.LlamaConfig(vocab_size=WORDS, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
+    c = transformers.LlamaConfig(
+        vocab_size=WORDS, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
+    )
     return transformers.LlamaForCausalLM(c)
 
 

@@ -60,7 +60,9 @@ def mean_square_error(prepared: Prepared) -> dict[str, Any]:
 @habit()
 def binary_cross_entropy(prepared: Prepared) -> dict[str, Any]:
     model, pos = prepared(seeded(Classes)), torch.tensor([1.0, 3.0, 0.5, 2.0])
-    return trained(model, lambda m, i: F.binary_cross_entropy_with_logits(m(features(i)), (features(i + 5, width=4) > 0).float(), pos_weight=pos))
+    return trained(
+        model, lambda m, i: F.binary_cross_entropy_with_logits(m(features(i)), (features(i + 5, width=4) > 0).float(), pos_weight=pos)
+    )
 
 
 @habit()
@@ -189,7 +191,14 @@ def accuracy_and_numpy(prepared: Prepared) -> dict[str, Any]:
     right = (out.argmax(-1) == labels(1)).float().mean().item()
     seen = {"accuracy": right, "numpy": torch.from_numpy(out.detach().cpu().numpy()), "text": len(str(out)) > 20, "rows": out.tolist()[0]}
     correct = sum(int(p == y) for p, y in zip(out.argmax(1), labels(1), strict=True))
-    return {**seen, "correct": correct, "length": len(out), "shape": tuple(out.shape), "top": torch.topk(out, 2).indices, "list": [float(x) for x in out[0]]}
+    return {
+        **seen,
+        "correct": correct,
+        "length": len(out),
+        "shape": tuple(out.shape),
+        "top": torch.topk(out, 2).indices,
+        "list": [float(x) for x in out[0]],
+    }
 
 
 @habit()

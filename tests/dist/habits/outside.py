@@ -105,5 +105,3 @@ def optimizer_of_whole_matrices(prepared: Prepared) -> dict[str, Any]:
 @habit(1e-3)
 def optimizer_on_shards(prepared: Prepared) -> dict[str, Any]:
     return stepped(prepared, lambda m: OnShards(m.parameters(), lr=1e-3))
-
-

@@ -100,7 +100,12 @@ def norms_of_gradients(prepared: Prepared) -> dict[str, Any]:
     model(ids(1), labels=ids(2))["loss"].backward()
     each = {f"norm {n}": p.grad.norm().item() for n, p in model.named_parameters()}
     total = torch.sqrt(sum(p.grad.pow(2).sum() for p in model.parameters())).item()
-    return {**each, "total": total, "largest": max(p.grad.abs().max().item() for p in model.parameters()), "count": sum(p.numel() for p in model.parameters())}
+    return {
+        **each,
+        "total": total,
+        "largest": max(p.grad.abs().max().item() for p in model.parameters()),
+        "count": sum(p.numel() for p in model.parameters()),
+    }
 
 
 @habit()

@@ -30,7 +30,12 @@ def pretrained_weights(prepared: Prepared) -> dict[str, Any]:
     said = model.load_state_dict(weights)
     out = parameters(model)
     model(ids(1), labels=ids(2))["loss"].backward()
-    return {"missing": list(said.missing_keys), "unexpected": list(said.unexpected_keys), **{f"loaded {k}": v.clone() for k, v in out.items()}, **gradients(model)}
+    return {
+        "missing": list(said.missing_keys),
+        "unexpected": list(said.unexpected_keys),
+        **{f"loaded {k}": v.clone() for k, v in out.items()},
+        **gradients(model),
+    }
 
 
 @habit()
