@@ -55,7 +55,7 @@ def compile(
         once: they are the given plan's or layout's, and all ranks of the mesh where a plan is yet to be made.
     outputs: "loss": a call computes the scalar `loss` of the model's output, and the rest when that is first asked for; "all": everything, at once.
     plan: a Plan or the path of a plan's file, of this program and mesh. Default: the first training step is planned.
-    layout: a hand layout instead: "ddp" | "fsdp" | "tp" | "fsdp+tp" | Layout(...).
+    layout: a hand layout instead: "ddp" | "fsdp" | "tp" | "fsdp+tp" | "fsdp+ep" | Layout(...).
     memory: what a plan may use of a device, in bytes; "fastest", as by default: what the device has, less a reserve; "least": the plan of the
         smallest peak instead of the fastest one.
     offload: where activations may be kept besides the device: "host", False, or Offload(host=True, nvme="/a/directory"); default

@@ -40,7 +40,7 @@ Memory = Annotated[
 Offloaded = Annotated[
     str | None, typer.Option("--offload", help="where activations may be kept besides the device: host, nvme or host,nvme")
 ]
-Hand = Annotated[str | None, typer.Option("--layout", help="keep to a hand layout: ddp, fsdp, tp or fsdp+tp")]
+Hand = Annotated[str | None, typer.Option("--layout", help="keep to a hand layout: ddp, fsdp, tp, fsdp+tp or fsdp+ep")]
 TimeLimit = Annotated[float | None, typer.Option(min=0.1, help="seconds that planning may take, from the model to the plan")]
 PlanningMemory = Annotated[
     str | None,

@@ -6,8 +6,9 @@ Roles, for `autopar.compile` and `autopar.plan`: which mesh axes carry data, sha
     fsdp     batch over all axes, parameters, gradients and optimizer state sharded over all axes (ZeRO-3)
     tp       tensors split over all axes, batch replicated (Megatron-style column/row pairs, found from the graph)
     fsdp+tp  the axis named tp/tensor/model (else the last one) splits tensors, the others are fsdp
+    fsdp+ep  fsdp, and the axis named ep/expert/experts (else the last one) splits routed experts, whose tokens are sent to them (GShard, section 3.2)
 
-On a one-axis mesh `fsdp+tp` gives the axis's smallest prime factor to tensors.
+On a one-axis mesh `fsdp+tp` gives the axis's smallest prime factor to tensors, and `fsdp+ep` all of it to experts.
 
 Sizes, for `autopar.predict`: how many ways each kind of parallelism goes, and all else that makes a hand-tuned run what it is.
 """
@@ -19,8 +20,9 @@ from dataclasses import dataclass
 from autopar.errors import LayoutError
 from autopar.graph.mesh import Mesh
 
-NAMES = ("ddp", "fsdp", "tp", "fsdp+tp")
+NAMES = ("ddp", "fsdp", "tp", "fsdp+tp", "fsdp+ep")
 _TENSOR_NAMES = ("tp", "tensor", "model")
+_EXPERT_NAMES = ("ep", "expert", "experts")
 RECOMPUTE = ("none", "selective", "balanced", "full")
 SCHEDULES = ("1f1b", "gpipe")
 
@@ -30,8 +32,8 @@ class Layout:
     """Roles of the axes of a mesh.
 
     data: axes the batch is split over; shard: axes parameters are stored split over (a subset of data: HSDP when proper);
-    tensor: axes ops are split over by their parameters' dims; context: axes the sequence is split over. Axis names are the user's (or refined
-    ones, such as "dp.1"). sequence_parallel: between tensor-parallel products, activations are split over the tensor axes (False: not
+    tensor: axes ops are split over by their parameters' dims; context: axes the sequence is split over; experts: data axes that split routed experts beside
+    tokens (a subset of data; everything else of the model sees data axes like the others). Axis names are the user's (or refined ones, such as "dp.1"). sequence_parallel: between tensor-parallel products, activations are split over the tensor axes (False: not
     along the sequence; None: as is fastest). reshard_after_forward: gather parameters again in backward (False keeps the gathered copy).
 
     Sizes, where there is no mesh yet, and all else that a hand-tuned run decides (`autopar.predict`):
@@ -62,6 +64,7 @@ class Layout:
     shard_ways: int | None = None
     recompute: str = "none"
     offload: float | tuple[float, ...] = 0.0
+    experts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for what in ("tp", "cp", "pp", "virtual", "micro_batch", "dp", "shard_ways"):
@@ -92,13 +95,20 @@ class Layout:
             raise LayoutError("pipelines are priced, not run", where=f"Layout, pp={layout.pp}", fix="use autopar.predict, or pp=1")
         refined = Layout(
             _refine(layout.data, mesh), _refine(layout.shard, mesh), _refine(layout.tensor, mesh), layout.reshard_after_forward, layout.name,
-            _refine(layout.context, mesh), layout.sequence_parallel,
+            _refine(layout.context, mesh), layout.sequence_parallel, experts=_refine(layout.experts, mesh),
         )  # fmt: skip
         roles = {"data": refined.data, "tensor": refined.tensor, "context": refined.context}
         for a, b in (("data", "tensor"), ("data", "context"), ("tensor", "context")):
             both = set(roles[a]) & set(roles[b])
             if both:
                 raise LayoutError(f"axes {sorted(both)} are both {a} and {b} axes", fix="give each mesh axis one role in Layout(...)")
+        without = set(refined.experts) - set(refined.data)
+        if without:
+            raise LayoutError(
+                f"axes {sorted(without)} split experts but no batch",
+                where="Layout(experts=...)",
+                fix="name them in data= too: a rank that has experts sends them the tokens of its own part of the batch",
+            )
         return refined
 
     def replicas(self, devices: int) -> int:
@@ -145,6 +155,8 @@ def _named(name: str, mesh: Mesh) -> Layout:
         tensor = next((a for a in axes if a in _TENSOR_NAMES), axes[-1])
         data = tuple(a for a in axes if a != tensor)
         return Layout(data=data, shard=data, tensor=(tensor,), name=name)
+    if name == "fsdp+ep":
+        return Layout(data=axes, shard=axes, experts=(next((a for a in axes if a in _EXPERT_NAMES), axes[-1]),), name=name)
     raise LayoutError(f"unknown layout {name!r}", fix=f"use one of {', '.join(NAMES)}, or autopar.Layout(data=..., shard=..., tensor=...)")
 
 

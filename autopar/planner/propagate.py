@@ -14,17 +14,19 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
+from autopar.errors import LayoutError
 from autopar.graph.graph import Graph, Op
 from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
 from autopar.plan.decisions import OpChoice, ParamChoice
 from autopar.plan.plan import Plan
+from autopar.planner.expert_axes import check_experts, expert_letters
 from autopar.planner.layout import Layout
 from autopar.planner.storage import batch_placements, param_choice, representable
 from autopar.planner.tags import RECOMPUTE
 from autopar.rules import lookup
 from autopar.rules.grammar import Rule
-from autopar.rules.strategy import letter_at, placements, right_of
+from autopar.rules.strategy import digit, is_legal, letter_at, placements, right_of
 
 DEPTH = 40  # how many cheap ops a look-ahead follows
 
@@ -56,6 +58,8 @@ class _Propagator:
         self.survival: dict[tuple[str, int, int, int], bool] = {}
         self.known_cuts: dict[tuple[str, int, int], set[int]] = {}
         self.repeated: dict[str, float] = {}
+        check_experts(graph, self.rules, layout, mesh)
+        self.of_experts = {n for n, t in graph.params.items() if layout.experts and self.feeds_experts(t.name)}
 
     # ---- the pass --------------------------------------------------------------------------------------------
 
@@ -73,7 +77,7 @@ class _Propagator:
             name = self.param_of[t.name]
             if name in self.fixed:
                 self.compute[name] = self.fixed[name].compute
-            elif not self.layout.tensor:
+            elif not self.layout.tensor and name not in self.of_experts:
                 self.compute[name] = Placement.of(t.shape)
         for op in g.ops:
             if op.direction == "backward" and not backward:
@@ -148,14 +152,15 @@ class _Propagator:
     # ---- parameters ------------------------------------------------------------------------------------------
 
     def decide_param(self, op: Op, rule: Rule, index: int, strategy: dict[str, tuple[str, int]]) -> None:
-        """Settles the parameter behind operand `index` where `strategy` wants it, on tensor axes only."""
+        """Settles the parameter behind operand `index` where `strategy` wants it, on tensor axes and those of experts only."""
         param, ops = self.chain[op.inputs[index].name]
         where: dict[str, tuple[int, int]] = {}
-        for axis in self.layout.tensor:
+        for axis in (*self.layout.tensor, *(self.layout.experts if param in self.of_experts else ())):
             if axis not in strategy:
                 continue
             letter, stride = strategy[axis]
-            at = next(((d, stride * right_of(x, letter, rule)) for d, x in enumerate(rule.inputs[index]) if letter in x), None)
+            right = ((d, digit(x, letter, stride, rule)) for d, x in enumerate(rule.inputs[index]) if letter in x)
+            at = next(((d, n) for d, n in right if n is not None), None)
             for view in reversed(ops):
                 at = self.pull_back(view, at, axis) if at is not None else None
             if at is not None:
@@ -199,8 +204,11 @@ class _Propagator:
         self, op: Op, rule: Rule, axis: str, strategy: dict[str, tuple[str, int]]
     ) -> Iterator[tuple[str, int] | frozenset[int] | None]:
         """None, a Partial passed through, or (letter, stride) for `axis`, given the axes already placed."""
-        yield None
         width = self.mesh.axis_size(axis)
+        if axis in self.layout.experts and rule.pairs:
+            yield from self.with_experts(op, rule, axis, strategy)
+            return
+        yield None
         summed = frozenset(
             i for i, t in enumerate(op.inputs)
             if not self.undecided(t.name, axis) and all(p.at(axis) == "sum" for p in self.versions(t.name))
@@ -234,8 +242,36 @@ class _Propagator:
             seen = set(mine) or seen
         yield from sorted(seen)
 
+    def with_experts(self, op: Op, rule: Rule, axis: str, strategy: dict[str, tuple[str, int]]) -> Iterator[tuple[str, int]]:
+        """The experts' letter that `axis` takes, beside tokens: as they lie already, else where they may."""
+        letter = expert_letters(rule, self.layout.experts, self.mesh)[axis]
+        tokens, width = rule.pairs[letter], self.mesh.axis_size(axis)
+        lie = (p.where.get(axis) for i, t in enumerate(op.inputs) if t.name not in self.chain for p in self.versions(t.name))
+        found = (letter_at(rule.inputs[0], at, width, rule) for at in lie if at)
+        strides = [at[1] for at in found if at is not None and at[0] == tokens]
+        taken = {a: (rule.pairs.get(x, x), stride) for a, (x, stride) in strategy.items()}
+        strides += self.strides(op, rule, tokens, width, taken)
+        legal = [(letter, stride) for stride in dict.fromkeys(strides) if is_legal(rule, {**strategy, axis: (letter, stride)}, self.mesh)]
+        if not legal:
+            raise LayoutError(
+                f"layout {self.layout.name} splits tokens over {width} more devices where they no longer divide",
+                where=f"operator {op.name} of {op.module or 'the model'}, {rule.factors[tokens].size} tokens, mesh axis {axis}",
+                fix="give a batch whose tokens the data axes divide, or layout fsdp",
+            )
+        yield from legal
+
+    def feeds_experts(self, name: str) -> bool:
+        """Whether a parameter, or a view or cast of it, is read by routed experts."""
+        return any(
+            bool(self.rules[op.name].pairs) or (len(op.inputs) == 1 and len(op.outputs) == 1 and not self.rules[op.name].is_heavy
+                and op.outputs[0] is not None and self.feeds_experts(op.out.name))
+            for op in self.consumers[name] if op.direction == "forward"
+        )  # fmt: skip
+
     def undecided(self, name: str, axis: str) -> bool:
-        return axis in self.layout.tensor and name in self.chain and self.chain[name][0] not in self.compute
+        if name not in self.chain or self.chain[name][0] in self.compute:
+            return False
+        return axis in self.layout.tensor or (axis in self.layout.experts and self.chain[name][0] in self.of_experts)
 
     def param_letters(self, op: Op, rule: Rule) -> set[str]:
         return {x for i, t in enumerate(op.inputs) if t.name in self.chain for d in rule.inputs[i] for x in d}

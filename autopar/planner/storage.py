@@ -67,8 +67,11 @@ def param_choice(t: Tensor, compute: Placement, layout: Layout, mesh: Mesh, trai
     """Storage for a parameter that is computed with in placement `compute`."""
     where: dict[str, tuple[int, int]] = {}
     padded = t.shape
-    shard = [p for p in mesh.parents if any(c in layout.shard for c in mesh.children(p)) and mesh.parents[p] > 1]
-    tensor = [p for p in mesh.parents if p not in shard and any(c in layout.tensor for c in mesh.children(p)) and mesh.parents[p] > 1]
+    axes = {p: [c for c in mesh.children(p) if mesh.axis_size(c) > 1] for p in mesh.parents if mesh.parents[p] > 1}
+    # Experts are stored where they compute: nothing is gathered over such an axis.
+    experts = [p for p, mine in axes.items() if all(c in layout.experts and c in compute.where for c in mine)]
+    shard = [p for p, mine in axes.items() if p not in experts and any(c in layout.shard for c in mine)]
+    tensor = [p for p, mine in axes.items() if p in experts or (p not in shard and any(c in layout.tensor for c in mine))]
     used: dict[int, list[str]] = {}
     for parent in tensor:
         dims = {compute.where[c][0] for c in mesh.children(parent) if c in compute.where}

@@ -45,9 +45,9 @@ def train(name: str, sizes: tuple[int, ...], layout: str | None, backend: str, s
     return {"losses": losses, "wants": wants, "worst": worst, "steps": len(model.compiled_steps), "plan": str(model.plan)}
 
 
-WAYS = [((4,), None, "aot_eager"), ((2, 2), "fsdp+tp", "aot_eager"), ((2,), "fsdp", "inductor")]
+WAYS = [((4,), None, "aot_eager"), ((2, 2), "fsdp+tp", "aot_eager"), ((2,), "fsdp", "inductor"), ((2, 2), "fsdp+ep", "aot_eager")]
 NOW = [("mixtral", *WAYS[0]), ("gpt_oss", *WAYS[1])]
-CASES = NOW + [c for i, n in enumerate(FAMILIES) if (c := (n, *WAYS[(i + 1) % 3])) not in NOW]  # in all ways by the command above
+CASES = NOW + [c for i, n in enumerate(FAMILIES) if (c := (n, *WAYS[(i + 1) % 4])) not in NOW]  # in all ways by the command above
 
 
 @pytest.mark.parametrize(("name", "sizes", "layout", "backend"), cases(CASES, NOW))

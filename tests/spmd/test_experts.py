@@ -17,7 +17,7 @@ import pytest
 
 from autopar.graph.mesh import Mesh
 from autopar.plan.plan import Plan
-from autopar.planner.layout import Layout
+from autopar.planner.layout import NAMES, Layout
 from autopar.planner.propagate import propagate
 from autopar.rules import lookup
 from autopar.rules.experts import BACKWARD, FORWARD
@@ -55,7 +55,7 @@ def check(name: str, axes: dict[str, int], split: str, how: str = "", batch: int
     assert sum(op.target == FORWARD for op in p.graph.ops) == LAYERS.get(name, 2)
     mesh = Mesh.of(axes)
     trainable = frozenset(n for n, q in model.named_parameters() if q.requires_grad)
-    layout = split if split in ("fsdp", "tp", "fsdp+tp") else "fsdp"
+    layout = split if split in NAMES else "fsdp"
     plan = propagate(p.graph, Layout.of(layout, mesh), axes, trainable)
     if layout != split:
         plan = forced(p, plan, split)
@@ -84,7 +84,10 @@ def test_every_factor(name: str, mesh: dict[str, int], split: str) -> None:
     check(name, mesh, split)
 
 
-@pytest.mark.parametrize(("name", "split"), cases(product(FAMILIES, ["fsdp", "tp", "fsdp+tp"]), [("qwen3_moe", "fsdp"), ("gpt_oss", "tp")]))
+@pytest.mark.parametrize(
+    ("name", "split"),
+    cases(product(FAMILIES, ["fsdp", "tp", "fsdp+tp", "fsdp+ep"]), [("qwen3_moe", "fsdp"), ("gpt_oss", "tp"), ("gpt_oss", "fsdp+ep")]),
+)
 def test_hand_layouts(name: str, split: str) -> None:
     check(name, MESHES[1] if "+" in split else MESHES[0], split)
 

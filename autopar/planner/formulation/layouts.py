@@ -6,6 +6,7 @@ A layout gives every mesh axis a role, and a role says where an axis may stand:
     context  heavy operators and the loss split another loop of the inputs over it: the sequence
     tensor   heavy operators with a parameter split a loop of that parameter over it (columns, rows, the vocabulary), others a loop that is not of
              the inputs (attention's heads). Outside of the repeated layers, where such a loop does not divide (a vocabulary of 50,257), tokens.
+    experts  a data axis, over which routed experts are split beside tokens
     shard    parameters are stored split over it, as far as they divide; over data axes that do not shard they are replicated
 
 Cheap operators are free: between a column and a row product the stream may so be whole or split along the sequence, whichever is faster
@@ -26,6 +27,7 @@ from autopar.graph.graph import Graph, Op
 from autopar.graph.mesh import Mesh
 from autopar.plan.text import LAYER, LETTERS, merged
 from autopar.planner.axes import better_batches
+from autopar.planner.expert_axes import check_experts
 from autopar.planner.formulation.names import Names
 from autopar.planner.formulation.parameter_storage import Storage
 from autopar.planner.formulation.strategies import OpStrategy
@@ -70,15 +72,17 @@ def by_role(layout: Layout, mesh: Mesh) -> Mesh:
             fix="name every axis in data=, tensor= or context=",
         )
 
-    if len([x for x in (layout.tensor, layout.context, layout.shard, set(layout.data) - set(layout.shard)) if x]) > 2:
+    data, shard, experts = set(layout.data), set(layout.shard), set(layout.experts)
+    if len([x for x in (layout.tensor, layout.context, experts, shard - experts, data - shard - experts) if x]) > 2:
         raise LayoutError(
             f"layout {layout.name} gives axes three roles",
             where=f"mesh {_said(mesh)}",
-            fix="give two: with tensor or context axes, shard parameters over all data axes or none",
+            fix="give two: with tensor, context or expert axes, shard parameters over all other data axes or none",
         )
 
     def role(axis: str) -> str:
-        return "context" if axis in layout.context else "tensor" if axis in layout.tensor else "shard" if axis in layout.shard else "data"
+        named = {"context": layout.context, "tensor": layout.tensor, "experts": layout.experts, "shard": layout.shard}
+        return next((said for said, axes in named.items() if axis in axes), "data")
 
     return Mesh(tuple(replace(a, parent=role(a.name)) for a in mesh.axes))
 
@@ -112,6 +116,7 @@ class _Roles:
     def __init__(self, layout: Layout, names: Names, rules: Mapping[str, Rule], mesh: Mesh, user: Mesh) -> None:
         self.layout, self.names, self.rules, self.mesh, self.user = layout, names, rules, mesh, user
         self.graph = names.symmetry.graph
+        check_experts(self.graph, rules, layout, mesh)
         self.loops = input_loops(self.graph, rules)
         self.repeated = {
             names.symmetry.rep[op] for stack in names.symmetry.stacks for copy in (*stack.forward, *stack.backward) for op in copy
@@ -162,7 +167,7 @@ class _Roles:
             ("heads or features", self.layout.tensor, features),
         )
         for what, axes, mine in roles:
-            if axes and not any(all(self.stands(loops, features, o, a) for a in axes) for o in chosen):
+            if axes and not any(all(self.stands(self.rules[op.name], loops, features, o, a) for a in axes) for o in chosen):
                 return what, axes, mine
         used = [(what, axes, mine) for what, axes, mine in roles if axes]
         return (
@@ -195,17 +200,17 @@ class _Roles:
             return self.of_stream(op, loops, chosen)
         features = self.features(op, loops)
         axes = (*self.layout.data, *self.layout.context, *self.layout.tensor)
-        fits = {s for s, o in enumerate(chosen) if all(self.stands(loops, features, o, a) for a in axes)}
+        fits = {s for s, o in enumerate(chosen) if all(self.stands(rule, loops, features, o, a) for a in axes)}
         uneven = any(loop.size % self.mesh.sizes_product(self.layout.tensor) for loop in features)
         if self.layout.tensor and op.name not in self.repeated and (uneven or not fits):
             fits |= {
                 s for s, o in enumerate(chosen)
-                if all(self.stands(loops, features, o, a) for a in (*self.layout.data, *self.layout.context))
+                if all(self.stands(rule, loops, features, o, a) for a in (*self.layout.data, *self.layout.context))
                 and all(self.is_token(loops, o, a) for a in self.layout.tensor)
             }  # fmt: skip
         if not fits and rule.kind == "loss":
             split = (*self.layout.data, *self.layout.context)
-            return {s for s, o in enumerate(chosen) if all(self.stands(loops, features, o, a) for a in split)}
+            return {s for s, o in enumerate(chosen) if all(self.stands(rule, loops, features, o, a) for a in split)}
         return fits
 
     def of_stream(self, op: Op, loops: Loops, chosen: list[OpStrategy]) -> set[int]:
@@ -218,9 +223,11 @@ class _Roles:
         split = {s for s in every if set(self.layout.tensor) <= set(dict(chosen[s].split))}
         return split or every
 
-    def stands(self, loops: Loops, features: Sequence[Loop], chosen: OpStrategy, axis: str) -> bool:
+    def stands(self, rule: Rule, loops: Loops, features: Sequence[Loop], chosen: OpStrategy, axis: str) -> bool:
         """Whether `axis` does what its role says."""
         at = dict(chosen.split).get(axis)
+        if rule.pairs and axis in self.layout.experts:
+            return at is not None and at[0] in rule.pairs
         of_inputs = loops.batch if axis in self.layout.data else loops.others if axis in self.layout.context else None
         if of_inputs is not None and not of_inputs:
             return True

@@ -1,0 +1,57 @@
+"""Hand layouts whose axes split routed experts: which of an operator's letters each axis takes, and whether there are experts to split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from autopar.errors import LayoutError
+from autopar.graph.graph import Graph, Op
+from autopar.graph.mesh import Mesh
+from autopar.planner.layout import Layout
+from autopar.rules.grammar import Rule
+
+
+def experts_of(rule: Rule) -> int:
+    """How many experts an operator has; 1 where it has none."""
+    return math.prod(rule.factors[x].size for x in rule.pairs)
+
+
+def expert_letters(rule: Rule, axes: Sequence[str], mesh: Mesh) -> dict[str, str]:
+    """axis -> the letter of the experts that it takes: the first of its size that no axis before it has. Axes that find none are left out."""
+    left, found = list(rule.pairs), dict[str, str]()
+    for axis in axes:
+        letter = next((x for x in left if rule.factors[x].size == mesh.axis_size(axis)), None)
+        if letter is not None:
+            left.remove(letter)
+            found[axis] = letter
+    return found
+
+
+def check_experts(graph: Graph, rules: Mapping[str, Rule], layout: Layout, mesh: Mesh) -> None:
+    """Raises LayoutError where `layout.experts` cannot split every routed experts' operator of the program.
+
+    layout: refined (`Layout.of`); rules: of every operator."""
+    if not layout.experts:
+        return
+    ways, found = mesh.sizes_product(layout.experts), [op for op in graph.ops if rules[op.name].pairs]
+    if not found:
+        raise LayoutError(
+            f"layout {layout.name} splits experts over {ways} devices, but the program has no routed experts",
+            where="the captured program",
+            fix="use layout fsdp; or, if the model has experts, see which form of them is captured as one operator in docs/layouts.md",
+        )
+    for op in found:
+        if len(expert_letters(rules[op.name], layout.experts, mesh)) < len(layout.experts):
+            raise _refused(op, experts_of(rules[op.name]), ways, layout, mesh.size)
+
+
+def _refused(op: Op, experts: int, ways: int, layout: Layout, devices: int) -> LayoutError:
+    most = math.gcd(experts, ways)
+    fewer = f"use layout fsdp+ep on a mesh of {devices // most}x{most}, whose last axis splits experts, or layout fsdp"
+    return LayoutError(
+        f"layout {layout.name} splits experts over {ways} devices, but there are {experts}"
+        + ("" if experts < ways else f", which {ways} does not divide"),
+        where=f"operator {op.name} of {op.module or 'the model'}",
+        fix=fewer if most > 1 else "use layout fsdp",
+    )
