@@ -19,6 +19,7 @@ def predict(
     tp: Annotated[int, typer.Option(min=1, help="devices that split tensors")] = 1,
     cp: Annotated[int, typer.Option(min=1, help="devices that split the sequence")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="devices that split the layers")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="devices with data that share the routed experts")] = 1,
     virtual: Annotated[int, typer.Option(min=1, help="stages of a pipeline rank")] = 1,
     micro_batch: Annotated[int, typer.Option(min=1, help="sequences of a replica at a time")] = 1,
     zero: Annotated[int, typer.Option(min=0, max=3, help="what replicas shard: 1 optimizer, 2 gradients too, 3 parameters too")] = 0,
@@ -35,7 +36,7 @@ def predict(
 ) -> None:
     """Say what a step of a hand layout takes; data parallelism is what the sizes leave of the devices."""
     layout = Layout(
-        tp=tp, cp=cp, pp=pp, virtual=virtual, micro_batch=micro_batch, zero=zero, recompute=recompute, offload=offload,
+        tp=tp, cp=cp, pp=pp, ep=ep, virtual=virtual, micro_batch=micro_batch, zero=zero, recompute=recompute, offload=offload,
         sequence_parallel=sequence_parallel,
     )  # fmt: skip
     from autopar.hardware.cluster import Cluster

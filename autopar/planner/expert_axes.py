@@ -28,6 +28,23 @@ def expert_letters(rule: Rule, axes: Sequence[str], mesh: Mesh) -> dict[str, str
     return found
 
 
+def expert_params(graph: Graph, rules: Mapping[str, Rule]) -> set[str]:
+    """Tensors of parameters that routed experts read, themselves or through views and casts."""
+    readers: dict[str, list[Op]] = {}
+    for op in graph.ops:
+        for t in op.inputs if op.direction == "forward" else ():
+            readers.setdefault(t.name, []).append(op)
+
+    def is_read(name: str) -> bool:
+        for op in readers.get(name, ()):
+            passes_on = len(op.inputs) == 1 and len(op.outputs) == 1 and op.outputs[0] is not None and not rules[op.name].is_heavy
+            if rules[op.name].pairs or (passes_on and is_read(op.out.name)):
+                return True
+        return False
+
+    return {t.name for t in graph.params.values() if is_read(t.name)}
+
+
 def check_experts(graph: Graph, rules: Mapping[str, Rule], layout: Layout, mesh: Mesh) -> None:
     """Raises LayoutError where `layout.experts` cannot split every routed experts' operator of the program.
 

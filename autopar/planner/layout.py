@@ -39,6 +39,7 @@ class Layout:
     Sizes, where there is no mesh yet, and all else that a hand-tuned run decides (`autopar.predict`):
 
     tp, cp, pp: ranks that split tensors, the sequence, the layers. dp: replicas or shards of data; None: as many as the devices allow.
+    ep: of the dp ranks, neighbours that share the routed experts and send each other tokens; what an expert has inside is split over tp.
     virtual: stages a pipeline rank has (interleaved schedule). micro_batch: sequences of a replica at a time. zero: what is sharded over dp:
     0 nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too (FSDP). shard_ways: ranks that ZeRO shards over, the rest holding
     replicas (HSDP); None: all of dp. recompute: "none"; "selective", attention's core where no kernel does it without being asked;
@@ -65,9 +66,10 @@ class Layout:
     recompute: str = "none"
     offload: float | tuple[float, ...] = 0.0
     experts: tuple[str, ...] = ()
+    ep: int = 1
 
     def __post_init__(self) -> None:
-        for what in ("tp", "cp", "pp", "virtual", "micro_batch", "dp", "shard_ways"):
+        for what in ("tp", "cp", "pp", "ep", "virtual", "micro_batch", "dp", "shard_ways"):
             n = getattr(self, what)
             if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
                 raise LayoutError(f"{what} is {n!r}", where="Layout", fix="give a whole number from 1")
@@ -80,6 +82,12 @@ class Layout:
                 f"offload is {self.offload!r}",
                 where=f"Layout, pp={self.pp}",
                 fix="give the fraction of activations, from 0 to 1, or one for each pipeline rank",
+            )
+        if self.ep > 1 and self.tp > 1 and self.cp > 1:
+            raise LayoutError(
+                "a micro-batch's devices have three roles",
+                where=f"Layout, tp={self.tp}, cp={self.cp}, ep={self.ep}",
+                fix="give two of tp, cp and ep",
             )
         if self.virtual > 1 and self.pp == 1:
             raise LayoutError("virtual stages need a pipeline", where=f"Layout, virtual={self.virtual}", fix="give pp, or virtual=1")
@@ -121,6 +129,12 @@ class Layout:
                 where=f"Layout, tp={self.tp}, cp={self.cp}, pp={self.pp}" + (f", dp={self.dp}" if self.dp else ""),
                 fix="let the product of all sizes be the number of devices",
             )
+        if dp % self.ep:
+            raise LayoutError(
+                f"experts over {self.ep} ranks, of {dp} that have data",
+                where=f"Layout, ep={self.ep}",
+                fix=f"give a divisor of {dp}, or another tp, cp or pp",
+            )
         return dp
 
     def offload_of(self, rank: int) -> float:
@@ -128,7 +142,7 @@ class Layout:
         return self.offload[rank] if isinstance(self.offload, tuple) else self.offload
 
     def __str__(self) -> str:
-        said = [f"{k} {getattr(self, k)}" for k in ("dp", "tp", "cp", "pp") if (getattr(self, k) or 1) > 1]
+        said = [f"{k} {getattr(self, k)}" for k in ("dp", "tp", "cp", "pp", "ep") if (getattr(self, k) or 1) > 1]
         said += [f"{self.virtual} virtual stages"] if self.virtual > 1 else []
         said += [f"micro-batch {self.micro_batch}"]
         said += [f"ZeRO-{self.zero}"] if self.zero else []

@@ -20,7 +20,7 @@ from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
 from autopar.plan.decisions import OpChoice, ParamChoice
 from autopar.plan.plan import Plan
-from autopar.planner.expert_axes import check_experts, expert_letters
+from autopar.planner.expert_axes import check_experts, expert_letters, expert_params
 from autopar.planner.layout import Layout
 from autopar.planner.storage import batch_placements, param_choice, representable
 from autopar.planner.tags import RECOMPUTE
@@ -59,7 +59,8 @@ class _Propagator:
         self.known_cuts: dict[tuple[str, int, int], set[int]] = {}
         self.repeated: dict[str, float] = {}
         check_experts(graph, self.rules, layout, mesh)
-        self.of_experts = {n for n, t in graph.params.items() if layout.experts and self.feeds_experts(t.name)}
+        read = expert_params(graph, self.rules) if layout.experts else set()
+        self.of_experts = {n for n, t in graph.params.items() if t.name in read}
 
     # ---- the pass --------------------------------------------------------------------------------------------
 
@@ -259,14 +260,6 @@ class _Propagator:
                 fix="give a batch whose tokens the data axes divide, or layout fsdp",
             )
         yield from legal
-
-    def feeds_experts(self, name: str) -> bool:
-        """Whether a parameter, or a view or cast of it, is read by routed experts."""
-        return any(
-            bool(self.rules[op.name].pairs) or (len(op.inputs) == 1 and len(op.outputs) == 1 and not self.rules[op.name].is_heavy
-                and op.outputs[0] is not None and self.feeds_experts(op.out.name))
-            for op in self.consumers[name] if op.direction == "forward"
-        )  # fmt: skip
 
     def undecided(self, name: str, axis: str) -> bool:
         if name not in self.chain or self.chain[name][0] in self.compute:

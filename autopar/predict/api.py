@@ -1,6 +1,6 @@
 """`autopar.predict`: what a hand layout costs, by the prices of the integer program.
 
-The layout is a constraint on the very problem the planner solves: a micro-batch of one replica is captured and solved on the tensor and context axes
+The layout is a constraint on the very problem the planner solves: a micro-batch of one replica, or of all that share experts, is captured and solved on the tensor, context and expert axes
 (`autopar.planner.formulation.layouts`), which says what every device does; pipeline, data parallelism, recomputation and offload, which repeat that micro-batch, are priced
 around it (`step.py`). So there is no formula for a kind of model.
 """
@@ -102,7 +102,7 @@ def solved(
     progress: Callable[[str, float], None] | None = None,
 ) -> Found:
     """The integer program's answer for that micro-batch: every operator's strategy is the layout's."""
-    return answered(captured(model, inputs, layout.micro_batch, cluster, loss_fn, precision, progress), layout, progress)
+    return answered(captured(model, inputs, layout.micro_batch * layout.ep, cluster, loss_fn, precision, progress), layout, progress)
 
 
 def captured(
@@ -122,16 +122,18 @@ def captured(
 
 
 def answered(t: Task, layout: Layout, progress: Callable[[str, float], None] | None = None) -> Found:
-    """t: a micro-batch of the layout's."""
-    axes = {"cp": layout.cp, "tp": layout.tp}
+    """t: a micro-batch of the layout's, of all ranks that share experts."""
+    axes = {"ep": layout.ep, "cp": layout.cp, "tp": layout.tp}
     roles = Layout(
+        data=("ep",) if layout.ep > 1 else (),
+        experts=("ep",) if layout.ep > 1 else (),
         tensor=("tp",) if layout.tp > 1 else (),
         context=("cp",) if layout.cp > 1 else (),
         sequence_parallel=layout.sequence_parallel,
         name=str(layout),
     )
     training = replace(t.training, counts=False)  # strategies are the layout's: memory is counted around them, not traded
-    program = Step.of(t.folded, axes, t.cluster, training, Limits(), progress, roles if layout.tp * layout.cp > 1 else None)
+    program = Step.of(t.folded, axes, t.cluster, training, Limits(), progress, roles if layout.tp * layout.cp * layout.ep > 1 else None)
     with program.in_time():
         return program.stages.run()
 

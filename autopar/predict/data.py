@@ -9,6 +9,8 @@ of a rank, times psi (D - 1) / D:
                       are reduced with every micro-batch
     ZeRO-3, FSDP      gathers before forward and before backward, reduce-scatter, every micro-batch    m (2 param + reduce)
 
+Routed experts that ep of the D ranks share are alike on D / ep of them: for their parameters D / ep stands for D above.
+
 HSDP shards over `shard_ways` ranks, and sums over the replicas of them: all-reduce of what a rank holds.
 
 Where a runtime overlaps it, and it is once a step, a chunk's gradients are reduced from its last backward on, and its parameters gathered until its first
@@ -27,6 +29,7 @@ from dataclasses import dataclass
 from autopar.cost.model import Cost
 from autopar.errors import LayoutError
 from autopar.planner.layout import Layout
+from autopar.predict.held import Held
 from autopar.predict.runtime import Runtime
 
 
@@ -56,19 +59,53 @@ def sharded_over(layout: Layout, replicas: int) -> int:
     ways = layout.shard_ways or every
     if every % ways:
         raise LayoutError(f"shard_ways {ways} does not divide {every} ranks", where="Layout", fix="give a divisor of dp x cp")
+    if ways % layout.ep:
+        raise LayoutError(
+            f"shards over {ways} ranks, experts over {layout.ep}", where="Layout, shard_ways", fix="give a multiple of ep, or leave it out"
+        )
     return ways
+
+
+def experts_over(layout: Layout, ways: int) -> int:
+    """Ranks that shards of routed experts lie on, where those of other parameters lie on `ways`."""
+    return max(1, ways // layout.ep)
 
 
 def is_once_a_step(layout: Layout, micro_batches: int) -> bool:
     return layout.zero < 2 or (layout.zero == 2 and micro_batches == 1)
 
 
-def traffic(params: float, layout: Layout, runtime: Runtime, cost: Cost, replicas: int, micro_batches: int, windows: Windows) -> Traffic:
+def traffic(params: Held, layout: Layout, runtime: Runtime, cost: Cost, replicas: int, micro_batches: int, windows: Windows) -> Traffic:
     """params: psi."""
     every, ways = replicas * layout.cp, sharded_over(layout, replicas)
+    parts = _parts(params.dense, ("dp", "ep", "cp"), every, ways, layout, runtime, cost, micro_batches, windows)
+    parts += _parts(
+        params.experts, ("dp", "cp"), every // layout.ep, experts_over(layout, ways), layout, runtime, cost, micro_batches, windows
+    )
+    seconds = sum(s for s, _ in parts)
+    if runtime.data_exposed >= 1:
+        return Traffic(seconds, seconds)
+    into: dict[tuple[float, ...], float] = {}
+    for s, window in parts:  # all that must fit into the same
+        into[window] = into.get(window, 0.0) + s
+    return Traffic(seconds, max(runtime.data_exposed * seconds, sum(_beyond(s, window) for window, s in into.items())))
+
+
+def _parts(
+    params: float,
+    names: tuple[str, ...],
+    every: int,
+    ways: int,
+    layout: Layout,
+    runtime: Runtime,
+    cost: Cost,
+    micro_batches: int,
+    windows: Windows,
+) -> list[tuple[float, tuple[float, ...]]]:
+    """Seconds of traffic, and what each may run beside. names: axes of the mesh over which parameters are alike; every: ranks on them."""
     if every == 1 or not params:
-        return Traffic(0.0, 0.0)
-    axes = tuple(c for a in ("dp", "cp") for c in cost.mesh.children(a))
+        return []
+    axes = tuple(c for a in names for c in cost.mesh.children(a))
     r, p = runtime.reduce_bytes, runtime.param_bytes
 
     def took(kind: str, nbytes: float, over: tuple[str, ...], n: int) -> float:
@@ -77,22 +114,16 @@ def traffic(params: float, layout: Layout, runtime: Runtime, cost: Cost, replica
 
     before, after, step_windows = windows.before_s, windows.after_s, (windows.step_s,)
     if layout.zero == 0:
-        parts = [(took("all_reduce", r * params, axes, every), after)]
-    else:
-        near, far = _split(axes, cost, ways)
-        gather, scatter = took("all_gather", p * params, near, ways), took("reduce_scatter", r * params, near, ways)
-        replicate = took("all_reduce", r * params / ways, far, every // ways)
-        if is_once_a_step(layout, micro_batches):
-            parts = [(gather, before), (scatter + replicate, after)]
-        elif layout.zero == 2:
-            parts = [(gather + micro_batches * scatter + replicate, step_windows)]
-        else:
-            gathers = 2 if layout.reshard_after_forward else 1
-            parts = [(micro_batches * (gathers * gather + scatter) + replicate, step_windows)]
-    seconds = sum(s for s, _ in parts)
-    if runtime.data_exposed >= 1:
-        return Traffic(seconds, seconds)
-    return Traffic(seconds, max(runtime.data_exposed * seconds, sum(_beyond(s, into) for s, into in parts)))
+        return [(took("all_reduce", r * params, axes, every), after)]
+    near, far = _split(axes, cost, ways)
+    gather, scatter = took("all_gather", p * params, near, ways), took("reduce_scatter", r * params, near, ways)
+    replicate = took("all_reduce", r * params / ways, far, every // ways)
+    if is_once_a_step(layout, micro_batches):
+        return [(gather, before), (scatter + replicate, after)]
+    if layout.zero == 2:
+        return [(gather + micro_batches * scatter + replicate, step_windows)]
+    gathers = 2 if layout.reshard_after_forward else 1
+    return [(micro_batches * (gathers * gather + scatter) + replicate, step_windows)]
 
 
 def _beyond(seconds: float, windows: tuple[float, ...]) -> float:

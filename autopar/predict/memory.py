@@ -1,6 +1,6 @@
 """The peak of a pipeline rank's memory.
 
-    parameters and state    psi ( param + grad + (master + moments) / D )       ZeRO-1; -2 shards gradients too, -3 all of it
+    parameters and state    psi ( param + grad + (master + moments) / D )       ZeRO-1; -2 shards gradients too, -3 all of it. Of routed experts D is a 1 / ep of it
     activations             what each chunk holds of a micro-batch x micro-batches in flight, at the worst moment of the schedule
     made again              under recompute, what one layer makes again, beside what is kept
     turning                 gradients of the two largest activations; behind the layers what the loss needs of every logit, if that is more
@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 
 from autopar.pipeline import Schedule, peak_held
 from autopar.planner.layout import Layout
+from autopar.predict.data import experts_over
+from autopar.predict.held import Held
 from autopar.predict.pieces import LAST, Piece
 from autopar.predict.runtime import Runtime
 
@@ -49,7 +51,7 @@ def recomputed_bytes(piece: Piece, layout: Layout, runtime: Runtime) -> float:
     return {"selective": scores, "balanced": piece.spared_bytes, "full": piece.saved_bytes + scores}[layout.recompute]
 
 
-def state_bytes(params: float, layout: Layout, runtime: Runtime, ways: int) -> float:
+def state_bytes(params: Held, layout: Layout, runtime: Runtime, ways: int) -> float:
     """ways: ranks that shards lie on."""
     r = runtime
     whole = {
@@ -61,7 +63,7 @@ def state_bytes(params: float, layout: Layout, runtime: Runtime, ways: int) -> f
         2: r.grad_bytes + r.master_bytes + r.moment_bytes,
         3: r.grad_bytes + r.master_bytes + r.moment_bytes,
     }
-    return params * (whole + split[layout.zero] / ways)
+    return params.dense * (whole + split[layout.zero] / ways) + params.experts * (whole + split[layout.zero] / experts_over(layout, ways))
 
 
 def peak_bytes(
@@ -102,9 +104,10 @@ def _turning_bytes(p: Piece, layout: Layout, runtime: Runtime) -> float:
     return max(2 * p.largest_bytes, p.largest_bytes / 4 * each - p.saved_bytes)
 
 
-def params_of(stages: Sequence[Mapping[Piece, int]]) -> float:
-    """Elements of parameters that a rank holds: tied ones once."""
+def params_of(stages: Sequence[Mapping[Piece, int]]) -> Held:
+    """What a rank holds: tied ones once."""
     counted = sum(n * p.params for stage in stages for p, n in stage.items())
     names = {p.name for stage in stages for p in stage}
     twice = sum(p.shared for stage in stages for p in stage if p.shared and "before" in names and p.name != "before")
-    return counted - twice
+    experts = sum(n * p.routed for stage in stages for p, n in stage.items())
+    return Held(counted - twice - experts, experts)

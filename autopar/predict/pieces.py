@@ -35,7 +35,7 @@ class Piece:
     forward, backward: all that runs. again: results of forward that a memory-bound kernel made and a product reads in backward, made again there.
     saved_bytes: kept for backward if nothing is made again; spared_bytes: of that, what `again` makes; input_bytes: what comes from the piece before it (as split as
     possible); scores_bytes: of one matrix of attention scores; largest_bytes: of the largest result of forward. params: elements that a device
-    holds; shared: of those, elements that an earlier piece has too (tied).
+    holds; shared: of those, elements that an earlier piece has too (tied); routed: of those, elements of routed experts.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Piece:
     largest_bytes: float
     params: float
     shared: float
+    routed: float = 0.0
 
 
 @dataclass
@@ -370,6 +371,7 @@ class _Reader:
                 held = t.numel * self.placed(op)[1][i].share(self.mesh) * self.q.tensor_times[t.name] / self.copies(home)
                 self.drafts[home].sums["params"] += held
                 self.drafts[home].sums["shared"] += held if k else 0.0
+                self.drafts[home].sums["routed"] += held if self.rules[op.name].pairs else 0.0
 
     # ---- the result ----------------------------------------------------------------------------------------------------------
 
@@ -378,5 +380,5 @@ class _Reader:
         s = d.sums
         return Piece(
             name, self.copies(i) if i % 2 else 0, Workload.together(d.forward), Workload.together(d.backward), Workload.together(d.recompute),
-            s["saved"], s["spared"], s["input"], s["scores"], s["largest"], s["params"], s["shared"],
+            s["saved"], s["spared"], s["input"], s["scores"], s["largest"], s["params"], s["shared"], s["routed"],
         )  # fmt: skip

@@ -17,7 +17,7 @@ CONVENTIONS = ("causal", "square")
 class Prediction:
     """A step of a layout on a cluster, as `predict` prices it.
 
-    step_time_s: the sum of parts_s ("compute", "tensor and context parallel", "pipeline bubble and hops", "data parallel", "optimizer"; "offload", where the host's link is too slow for it).
+    step_time_s: the sum of parts_s ("compute", "tensor and context parallel", or with experts split "tensor, context and expert parallel", "pipeline bubble and hops", "data parallel", "optimizer"; "offload", where the host's link is too slow for it).
     memory_bytes: of every pipeline rank, by part; peak_bytes: of the fullest; usable_bytes: what a device has. layers: by stage, in order.
     """
 

@@ -18,7 +18,8 @@ from autopar.hardware.cluster import Cluster
 from autopar.pipeline import Schedule, Times, deal, replay
 from autopar.planner.layout import Layout
 from autopar.predict import memory
-from autopar.predict.data import Windows, sharded_over, traffic
+from autopar.predict.data import Windows, experts_over, sharded_over, traffic
+from autopar.predict.held import Held
 from autopar.predict.offload import check_host_memory, moved_s
 from autopar.predict.pieces import Piece
 from autopar.predict.runtime import Runtime
@@ -50,7 +51,7 @@ class Step:
 def step(
     pieces: Sequence[Piece], layout: Layout, runtime: Runtime, cluster: Cluster, global_batch: int, optimizer: str | type = "adamw"
 ) -> Step:
-    """pieces: of a micro-batch of `layout.micro_batch` sequences, split over tp and cp. Raises LayoutError where sizes do not divide."""
+    """pieces: of a micro-batch of `layout.micro_batch` sequences a replica, split over tp and cp. Raises LayoutError where sizes do not divide."""
     if runtime.gathers_logits and layout.tp > 1:
         pieces = [*pieces[:-1], gathered(pieces[-1], layout.tp)]
     dp = layout.replicas(cluster.size)
@@ -94,7 +95,7 @@ def step(
     stalled = micro_batches * sum(stalls[slowest :: layout.pp])
     parts = {
         "compute": micro_batches * work.compute_s,
-        "tensor and context parallel": micro_batches * work.exposed_s,
+        ("tensor, context and expert parallel" if layout.ep > 1 else "tensor and context parallel"): micro_batches * work.exposed_s,
         "pipeline bubble and hops": run.total_s - run.busy_s[slowest],
         "data parallel": waits[last],
         "optimizer": updates[last],
@@ -109,7 +110,7 @@ def step(
 
 def cost_of(layout: Layout, dp: int, runtime: Runtime, cluster: Cluster) -> Cost:
     """Prices of a layout's devices."""
-    mesh = Mesh.of({"pp": layout.pp, "dp": dp, "cp": layout.cp, "tp": layout.tp})
+    mesh = Mesh.of({"pp": layout.pp, "dp": dp // layout.ep, "ep": layout.ep, "cp": layout.cp, "tp": layout.tp})
     inter = cluster.inter.model_copy(update={"efficiency": cluster.inter.efficiency * runtime.network_share})
     return Cost(cluster.model_copy(update={"inter": inter}), mesh)
 
@@ -202,9 +203,9 @@ def _hop_s(pieces: Sequence[Piece], layout: Layout, cost: Cost) -> float:
     return sent_s + cost.collective("all_gather", cost.mesh.children("tp"), nbytes * (alike - 1) / alike).seconds
 
 
-def update_s(params: float, layout: Layout, cost: Cost, ways: int, optimizer: str | type) -> float:
-    mine = params / ways
-    return cost.optimizer_s(mine, kind_of(optimizer).traffic_bytes, mine if layout.zero == 3 else params)
+def update_s(params: Held, layout: Layout, cost: Cost, ways: int, optimizer: str | type) -> float:
+    mine = params.dense / ways + params.experts / experts_over(layout, ways)
+    return cost.optimizer_s(mine, kind_of(optimizer).traffic_bytes, mine if layout.zero == 3 else params.total)
 
 
 def model_flops(pieces: Sequence[Piece], square: bool) -> float:

@@ -27,6 +27,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.pipeline import Schedule, Times, lower_bound_s
 from autopar.predict import memory
 from autopar.predict.data import Windows, is_once_a_step, sharded_over, traffic
+from autopar.predict.held import Held
 from autopar.predict.pieces import Piece
 from autopar.predict.runtime import Runtime
 from autopar.predict.seconds import Seconds
@@ -85,7 +86,7 @@ class Bounds:
         stages: list[dict[Piece, int]],
         times: Times,
         run_s: float,
-        params: list[float],
+        params: list[Held],
         cost: Cost,
     ) -> float:
         shape, layout = family.shape, family.layout(zero, 1.0 if self.space.offload else 0.0)

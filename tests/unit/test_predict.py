@@ -20,6 +20,7 @@ from autopar.planner.planning import plan_graph
 from autopar.predict.api import micro_batch, solved
 from autopar.predict.data import Windows, traffic
 from autopar.predict.fit import Run, fit, start
+from autopar.predict.held import Held
 from autopar.predict.pieces import Piece, pieces
 from autopar.predict.runtime import RUNTIMES, Runtime
 from autopar.predict.step import Step, model_flops, step
@@ -199,11 +200,11 @@ def test_data_parallel_traffic_by_hand() -> None:
     cluster = Cluster.of("h100:8")
     cost = Cost(cluster, Mesh.of({"pp": 1, "dp": 8, "cp": 1, "tp": 1}))
     alone = Windows((0.5,), (0.5,), 4.0)
-    told = traffic(1e9, Layout(zero=1), BY_HAND, cost, 8, 4, alone)
+    told = traffic(Held(1e9), Layout(zero=1), BY_HAND, cost, 8, 4, alone)
     assert told.exposed_s == told.seconds == pytest.approx(6e9 * 7 / 8 / cluster.intra.reached_Bps + 2 * cluster.intra.latency_s)
-    hidden = traffic(1e9, Layout(zero=1), replace(BY_HAND, data_exposed=0.5), cost, 8, 4, alone)
+    hidden = traffic(Held(1e9), Layout(zero=1), replace(BY_HAND, data_exposed=0.5), cost, 8, 4, alone)
     assert hidden.exposed_s == pytest.approx(told.seconds / 2)
-    waits = traffic(1e9, Layout(zero=1), replace(BY_HAND, data_exposed=0.1), cost, 8, 4, Windows((0.001,), (0.001,), 4.0))
+    waits = traffic(Held(1e9), Layout(zero=1), replace(BY_HAND, data_exposed=0.1), cost, 8, 4, Windows((0.001,), (0.001,), 4.0))
     assert waits.exposed_s == pytest.approx(told.seconds - 0.002)
 
 
@@ -216,7 +217,7 @@ def test_gradients_of_a_chunk_are_reduced_while_others_compute() -> None:
     never = replace(BY_HAND, data_exposed=0.0, param_bytes=0.0)
 
     def waits(*after: float) -> float:
-        return traffic(psi, Layout(zero=1), never, cost, 8, 4, Windows((1.0,), after)).exposed_s
+        return traffic(Held(psi), Layout(zero=1), never, cost, 8, 4, Windows((1.0,), after)).exposed_s
 
     assert waits(0.4, 0.3, 0.2, 0.1) == pytest.approx(0, abs=1e-4)
     assert waits(0.4, 0.3, 0.2, 0.05) == pytest.approx(0.09 - 0.05, rel=0.01)
@@ -247,10 +248,10 @@ def test_gradients_that_are_nowhere_whole_are_reduced_with_every_micro_batch() -
     cluster = Cluster.of("h100:8")
     cost = Cost(cluster, Mesh.of({"pp": 1, "dp": 8, "cp": 1, "tp": 1}))
     first, second = Layout(zero=1), Layout(zero=2)
-    assert traffic(1e9, second, BY_HAND, cost, 8, 1, Windows()) == traffic(1e9, first, BY_HAND, cost, 8, 1, Windows())
-    told = traffic(1e9, second, BY_HAND, cost, 8, 4, Windows())
+    assert traffic(Held(1e9), second, BY_HAND, cost, 8, 1, Windows()) == traffic(Held(1e9), first, BY_HAND, cost, 8, 1, Windows())
+    told = traffic(Held(1e9), second, BY_HAND, cost, 8, 4, Windows())
     assert told.seconds == pytest.approx(18e9 * 7 / 8 / cluster.intra.reached_Bps + 5 * cluster.intra.latency_s)
-    beside = traffic(1e9, second, replace(BY_HAND, data_exposed=0.1), cost, 8, 4, Windows((0.001,), (0.001,), 0.004))
+    beside = traffic(Held(1e9), second, replace(BY_HAND, data_exposed=0.1), cost, 8, 4, Windows((0.001,), (0.001,), 0.004))
     assert beside.exposed_s == pytest.approx(told.seconds - 0.004)
 
 

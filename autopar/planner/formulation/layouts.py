@@ -27,7 +27,7 @@ from autopar.graph.graph import Graph, Op
 from autopar.graph.mesh import Mesh
 from autopar.plan.text import LAYER, LETTERS, merged
 from autopar.planner.axes import better_batches
-from autopar.planner.expert_axes import check_experts
+from autopar.planner.expert_axes import check_experts, expert_params
 from autopar.planner.formulation.names import Names
 from autopar.planner.formulation.parameter_storage import Storage
 from autopar.planner.formulation.strategies import OpStrategy
@@ -105,8 +105,9 @@ def forbidden(
             raise roles.refusal(op, chosen)
         out |= {(c, s) for s in range(cluster.size) if s not in left}
     out |= {(names.inputs, s) for s in range(len(names.input_options)) if s not in roles.of_inputs()}
-    for choice, options in names.storage.values():
-        left = roles.of_storage(options)
+    experts = expert_params(names.symmetry.graph, rules)
+    for group, (choice, options) in names.storage.items():
+        left = roles.of_storage(options, group in experts)
         out |= {(choice, s) for s in range(len(options)) if s not in left}
     assert all(any((c, s) not in out for s in range(len(choice.labels))) for c, choice in enumerate(problem.choices))
     return frozenset(out)
@@ -262,12 +263,14 @@ class _Roles:
             i for i, data in enumerate(self.names.input_options) if batch_placements(self.graph.inputs, data, self.mesh) == wanted
         }  # fmt: skip
 
-    def of_storage(self, options: list[Storage]) -> set[int]:
-        """Split over as many shard axes as any option is that a DTensor on the user's axes can be, over no data axis that does not shard."""
-        free = set(self.layout.shard) | set(self.layout.tensor) | set(self.layout.context)
+    def of_storage(self, options: list[Storage], of_experts: bool) -> set[int]:
+        """Split over as many shard axes as any option is that a DTensor on the user's axes can be, over no data axis that does not shard. Routed experts lie split over
+        the axes that split them, too."""
+        shard = {*self.layout.shard, *(self.layout.experts if of_experts else ())}
+        free = shard | set(self.layout.tensor) | set(self.layout.context)
         plain = [representable(o.placement, self.user) == o.placement for o in options]
         mine = {i: o.placement.where for i, o in enumerate(options) if plain[i] and free.issuperset(o.placement.where)}
-        ways = {i: self.mesh.sizes_product(tuple(a for a in self.layout.shard if a in where)) for i, where in mine.items()}
+        ways = {i: self.mesh.sizes_product(tuple(a for a in shard if a in where)) for i, where in mine.items()}
         most = max(ways.values())
         return {i for i, n in ways.items() if n == most}
 
