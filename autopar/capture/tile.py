@@ -7,15 +7,16 @@ After that (a constant depends on the depth, layers do not repeat, parameters ar
 the `note` of the result says so.
 
 What shallow captures cannot show is a layer that first differs below them: `period` must be a multiple of the true one (Gemma-3's
-sliding windows: six layers); `layer_periods` reads it off the modules. The number of layers captured equals the depth
-modulo the period, so that what stands after the last whole period is the same.
+sliding windows: six layers), and all of the `head` of layers that differ from the others (dense layers before mixtures of experts) must be captured;
+`layer_periods` reads both off the modules. Behind the head the number of layers captured equals the depth modulo the period, so that
+what stands after the last whole period is the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -31,13 +32,14 @@ Depth = int | Mapping[str, int]
 Both = Callable[[Callable[[], Graph], Callable[[], Graph]], tuple[Graph, Graph]]
 
 
-def tiled(capture_at: Callable[[Any], Graph], depth: Depth, period: Depth = 1, both: Both | None = None) -> Folded:
+def tiled(capture_at: Callable[[Any], Graph], depth: Depth, period: Depth = 1, both: Both | None = None, head: Depth = 0) -> Folded:
     """The fold of `capture_at(depth)`, from shallower captures where they suffice.
 
     both: makes two captures at once (`autopar.capture.in_subprocess`); any program takes two.
     """
     depths = {"": depth} if isinstance(depth, int) else dict(depth)
     periods = dict.fromkeys(depths, period) if isinstance(period, int) else dict(period)
+    heads = dict.fromkeys(depths, head) if isinstance(head, int) else dict(head)
 
     def graph(layers: Mapping[str, int]) -> Graph:
         return capture_at(layers[""] if isinstance(depth, int) else dict(layers))
@@ -48,7 +50,7 @@ def tiled(capture_at: Callable[[Any], Graph], depth: Depth, period: Depth = 1, b
     def full(why: str) -> Folded:
         return replace(captured(depths), note=f"captured in full ({_plus(depths)} layers): {why}")
 
-    tried = [{path: _first(d, periods[path]) + k * periods[path] for path, d in depths.items()} for k in range(CAPTURES)]
+    tried = [{path: _first(d, periods[path], heads[path]) + k * periods[path] for path, d in depths.items()} for k in range(CAPTURES)]
     ahead: list[Graph] = []
     if both is not None and all(tried[1][path] < d for path, d in depths.items()):
         ahead = list(both(lambda: graph(tried[0]), lambda: graph(tried[1])))
@@ -63,14 +65,14 @@ def tiled(capture_at: Callable[[Any], Graph], depth: Depth, period: Depth = 1, b
     return full("captures of two depths are not alike")
 
 
-def _first(depth: int, period: int) -> int:
+def _first(depth: int, period: int, head: int) -> int:
     """How many layers are captured first."""
-    return 2 * period + depth % period
+    return head + 2 * period + (depth - head) % period
 
 
-def least_depth(depth: int, period: int) -> int:
+def least_depth(depth: int, period: int, head: int) -> int:
     """How many layers are captured at least: a stack of no more is not worth it."""
-    return _first(depth, period) + period
+    return _first(depth, period, head) + period
 
 
 def _plus(layers: Mapping[str, int]) -> str:
@@ -153,15 +155,23 @@ class _Move:
 HEAD = 4  # layers at the beginning that may differ from all others (dense layers before mixtures of experts)
 
 
-def layer_periods(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Outermost module list -> its length and the number of layers after which it repeats (its length if it does not).
+class Repeats(NamedTuple):
+    """Of a module list. layers: how many; period: after how many it repeats (all of them if it does not); head: how many at its beginning do not."""
+
+    layers: int
+    period: int
+    head: int
+
+
+def layer_periods(model: nn.Module) -> dict[str, Repeats]:
+    """Outermost module list -> how it repeats.
 
     Layers are compared by their modules' classes, parameters and plain attributes, but for those that count the layers.
     """
     found: dict[str, tuple[int, int]] = {}
     for path, m in model.named_modules():
         if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1 and not any(path.startswith(f"{p}.") for p in found):
-            found[path] = len(m), _period([_traits(layer) for layer in m])
+            found[path] = Repeats(len(m), *_period([_traits(layer) for layer in m]))
     return found
 
 
@@ -174,7 +184,9 @@ def _traits(layer: nn.Module) -> dict[str, Any]:
     return traits
 
 
-def _period(layers: Sequence[dict[str, Any]]) -> int:
+def _period(layers: Sequence[dict[str, Any]]) -> tuple[int, int]:
+    """And the head before it."""
+
     def counts(key: str) -> bool:
         values = [layer.get(key) for layer in layers]
         return all(type(v) is int and type(values[0]) is int and v == values[0] + i for i, v in enumerate(values))
@@ -185,5 +197,5 @@ def _period(layers: Sequence[dict[str, Any]]) -> int:
     for p in range(1, n):
         for head in range(HEAD + 1):
             if head + 2 * p <= n and all(texts[i] == texts[i + p] for i in range(head, n - p)):
-                return p
-    return n
+                return p, head
+    return n, 0

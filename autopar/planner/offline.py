@@ -296,14 +296,14 @@ def shapes_of(inputs: Mapping[str, torch.Tensor | Sequence[int]]) -> list[tuple[
 def program(model: nn.Module, captured: Callable[[nn.Module], Graph], both: Both | None = None) -> Folded:
     """The fold of `captured(model)`, from shallower copies of the module where they suffice; its note says which."""
     lists = layer_periods(model)
-    depths = {path: n for path, (n, period) in lists.items() if n > least_depth(n, period)}
-    periods = {path: lists[path][1] for path in depths}
+    depths = {path: r.layers for path, r in lists.items() if r.layers > least_depth(*r)}
+    periods, heads = ({path: getattr(lists[path], what) for path in depths} for what in ("period", "head"))
     if not depths:
-        odd = [path for path, (n, _) in lists.items() if n > least_depth(n, 1)]
+        odd = [path for path, r in lists.items() if r.layers > least_depth(r.layers, 1, 0)]
         why = f"captured in full: the layers of {', '.join(odd)} do not repeat often enough" if odd else ""
         return replace(fold(captured(reduced_depth(model, {}))), note=why)
     try:
-        return tiled(lambda layers: captured(reduced_depth(model, layers)), depths, periods, both)
+        return tiled(lambda layers: captured(reduced_depth(model, layers)), depths, periods, both, heads)
     except CaptureError as e:  # a forward may want all of its layers
         why = f"captured in full: a copy with fewer layers cannot be captured ({e.what})"
         return replace(fold(captured(reduced_depth(model, {}))), note=why)

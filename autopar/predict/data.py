@@ -78,17 +78,16 @@ def is_once_a_step(layout: Layout, micro_batches: int) -> bool:
 def traffic(params: Held, layout: Layout, runtime: Runtime, cost: Cost, replicas: int, micro_batches: int, windows: Windows) -> Traffic:
     """params: psi."""
     every, ways = replicas * layout.cp, sharded_over(layout, replicas)
+    routed = experts_over(layout, ways)
     parts = _parts(params.dense, ("dp", "ep", "cp"), every, ways, layout, runtime, cost, micro_batches, windows)
-    parts += _parts(
-        params.experts, ("dp", "cp"), every // layout.ep, experts_over(layout, ways), layout, runtime, cost, micro_batches, windows
-    )
+    experts = _parts(params.experts, ("dp", "cp"), every // layout.ep, routed, layout, runtime, cost, micro_batches, windows)
+    if parts and experts:  # the same steps of a step: each pair runs beside the same
+        parts = [(a + b, window) for (a, window), (b, _) in zip(parts, experts, strict=True)]
+    parts = parts or experts
     seconds = sum(s for s, _ in parts)
     if runtime.data_exposed >= 1:
         return Traffic(seconds, seconds)
-    into: dict[tuple[float, ...], float] = {}
-    for s, window in parts:  # all that must fit into the same
-        into[window] = into.get(window, 0.0) + s
-    return Traffic(seconds, max(runtime.data_exposed * seconds, sum(_beyond(s, window) for window, s in into.items())))
+    return Traffic(seconds, max(runtime.data_exposed * seconds, sum(_beyond(s, window) for s, window in parts)))
 
 
 def _parts(

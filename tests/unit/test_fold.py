@@ -18,6 +18,7 @@ from autopar.errors import CaptureError
 from autopar.graph.graph import Graph, Op, Tensor
 from autopar.solver.fold import Folded, fold, folded
 from tests import models
+from tests.experts import build
 from tests.wide import cases, wide
 
 # ---- graphs made by hand -----------------------------------------------------------------------------------------
@@ -412,8 +413,9 @@ def test_layer_periods() -> None:
     with torch.device("meta"):
         small = dict(vocab_size=96, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=64)
         gemma = T.Gemma3ForCausalLM(T.Gemma3TextConfig(num_hidden_layers=14, **small))
-        assert layer_periods(gemma) == {"model.layers": (14, 6)}
-        assert layer_periods(models.ZOO["llama"].build(4)) == {"model.layers": (4, 1)}
-        assert layer_periods(models.ZOO["t5"].build(4)) == {"encoder.block": (4, 1), "decoder.block": (4, 1)}
+        assert layer_periods(gemma) == {"model.layers": (14, 6, 0)}
+        assert layer_periods(models.ZOO["llama"].build(4)) == {"model.layers": (4, 1, 0)}
+        assert layer_periods(models.ZOO["t5"].build(4)) == {"encoder.block": (4, 1, 1), "decoder.block": (4, 1, 1)}
         different = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4), nn.Linear(4, 5))
-        assert layer_periods(different) == {"": (3, 3)}
+        assert layer_periods(different) == {"": (3, 3, 0)}
+        assert layer_periods(build("deepseek_v3", "eager", first_k_dense_replace=3, num_hidden_layers=9)) == {"model.layers": (9, 1, 3)}

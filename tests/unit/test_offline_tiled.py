@@ -25,6 +25,7 @@ from autopar.plan.schema import canonical, dumps
 from autopar.planner import offline
 from autopar.planner.refit import PlanMismatchError, refit
 from autopar.solver.fold import Folded
+from tests import experts
 from tests.models import ZOO
 from tests.spmd.test_planned import cluster
 from tests.wide import cases, wide
@@ -33,6 +34,8 @@ MESH = "8"
 
 
 def model(name: str, layers: int) -> nn.Module:
+    if name == "deepseek":  # three dense layers, then experts
+        return experts.build("deepseek_v3", "eager", first_k_dense_replace=3, num_hidden_layers=layers)
     if name != "gemma3":
         return ZOO[name].build(layers)
     import transformers as T
@@ -40,6 +43,10 @@ def model(name: str, layers: int) -> nn.Module:
     config = ZOO[name].build(3).config
     config.num_hidden_layers, config.layer_types = layers, ["sliding_attention", "full_attention"] * (layers // 2)
     return T.Gemma3ForCausalLM(config)
+
+
+def inputs(name: str) -> dict[str, torch.Tensor]:
+    return experts.inputs(8, 32) if name == "deepseek" else ZOO[name].inputs(8, 32)
 
 
 @functools.cache
@@ -57,7 +64,7 @@ def programs(name: str, layers: int) -> tuple[Folded, Folded]:
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(InterruptedError):
         patch.setattr(offline, "program", seen)
-        offline.plan(model(name, layers), ZOO[name].inputs(8, 32), cluster(8), MESH)
+        offline.plan(model(name, layers), inputs(name), cluster(8), MESH)
     return found[0], found[1]
 
 
@@ -65,11 +72,12 @@ def planned(name: str, layers: int, folded: Folded, mesh: str = MESH) -> Plan:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offline, "program", lambda m, captured, both: folded)
         # Until the gap is small: what a clock would stop depends on what else this machine does.
-        return offline.plan(model(name, layers), ZOO[name].inputs(8, 32), cluster(8), mesh, options={"seconds": 300})
+        return offline.plan(model(name, layers), inputs(name), cluster(8), mesh, options={"seconds": 300})
 
 
 @pytest.mark.parametrize(
-    ("name", "layers"), cases([("llama", 6), ("gpt2", 7), ("gemma3", 8), ("mixtral", 6), ("t5", 6)], [("llama", 6), ("mixtral", 6)])
+    ("name", "layers"),
+    cases([("llama", 6), ("gpt2", 7), ("gemma3", 8), ("mixtral", 6), ("t5", 6), ("deepseek", 9)], [("llama", 6), ("deepseek", 9)]),
 )
 def test_tiled_is_full(name: str, layers: int) -> None:
     tiled, full = programs(name, layers)
