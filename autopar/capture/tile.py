@@ -168,7 +168,7 @@ def layer_periods(model: nn.Module) -> dict[str, Repeats]:
 
     Layers are compared by their modules' classes, parameters and plain attributes, but for those that count the layers.
     """
-    found: dict[str, tuple[int, int]] = {}
+    found: dict[str, Repeats] = {}
     for path, m in model.named_modules():
         if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1 and not any(path.startswith(f"{p}.") for p in found):
             found[path] = Repeats(len(m), *_period([_traits(layer) for layer in m]))
