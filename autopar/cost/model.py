@@ -4,6 +4,7 @@
     attention             launch + max( FLOPs / (g P), bytes / (eta B) )
     everything else       launch + bytes / (eta B)                          bytes: what is left of it after fusion
     random numbers        as these; drawn call by call, all that the operators of a draw move besides
+    keeping a value       bytes / (eta B), written and read, if forward would not have written it (`recompute.py`)
     views                 0
 
 g, eta and rho are the cluster's fitted constants. Where it has curves, measured seconds of whole calls, those are the price instead:
@@ -21,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from autopar.cost import compute, experts, links, memory
 from autopar.cost.fusion import Fused, fused
@@ -56,6 +58,16 @@ class OpCost:
 FREE = OpCost(0.0, 0.0, 0.0)
 
 
+class Kept(NamedTuple):
+    """write_s: forward's; reads_s: by the ops of backward whose kernels read it."""
+
+    write_s: float
+    reads_s: Mapping[str, float]
+
+
+NOTHING = Kept(0.0, {})
+
+
 @dataclass(frozen=True)
 class Cost:
     """Prices on `cluster`, whose devices `mesh` arranges. fused: what memory-bound ops read and write in company (`fusion.fused`);
@@ -88,21 +100,16 @@ class Cost:
         outs: tuple[Placement | None, ...],
         recompute: bool = False,
     ) -> OpCost:
-        """One run of `op` under `strategy` with its operands and outputs so placed (one placement for each of `op.inputs`). again: in backward, an op of forward."""
+        """One run of `op` under `strategy` with its operands and outputs so placed (one placement for each of `op.inputs`), without what it writes, or reads, only where it is
+        kept for backward (`kept_s`). recompute: in backward, an op of forward."""
         if memory.is_view(op, rule):
             return FREE
         flops = compute.flops(op, rule, strategy, self.mesh)
-        alone = read, written = frozenset(t.name for t in memory.reads(op)), frozenset(t.name for t in memory.writes(op))
-        launches: float = bool(written)
-        if rule.kind not in compute.HEAVY and self.fused is not None and op.name in self.fused:
-            read, written, launches = self.fused[op.name]
-        moved = memory.moved_bytes(op, ins, outs, self.mesh, read, written)
-        if recompute and op.name in self.halves.recompute:
-            times, launches, _ = self.halves.recompute[op.name]
-            moved = max(
-                LEAST * memory.moved_bytes(op, ins, outs, self.mesh, *alone),
-                times * memory.moved_bytes(op, ins, outs, self.mesh, frozenset(), alone[1]),
-            )
+        read, written, launches = self._share(op, rule)
+        if recompute and rule.kind not in compute.HEAVY:
+            moved, launches = self._moved_again(op, ins, outs, launches)
+        else:
+            moved = memory.moved_bytes(op, ins, outs, self.mesh, read, written)
         if experts.is_experts(op):
             moved += experts.moved_bytes(op, compute.local_sizes(rule, strategy, self.mesh))
         if rule.kind == "random" and self.fused is None and outs[0] is not None:
@@ -116,14 +123,18 @@ class Cost:
         which may be anything."""
         if memory.is_view(op, rule) or self.cluster.device.curves:
             return 0.0
-        read, written = frozenset(t.name for t in memory.reads(op)), frozenset(t.name for t in memory.writes(op))
-        launches: float = bool(written)
-        if rule.kind not in compute.HEAVY and self.fused is not None and op.name in self.fused:
-            read, written, launches = self.fused[op.name]
+        read, written, launches = self._share(op, rule)
         outs = tuple(None if t is None else Placement.of(t.shape) for t in op.outputs)
         moved = memory.moved_bytes(op, tuple(Placement.of(t.shape) for t in op.inputs), outs, self.mesh, read, written) / self.mesh.size
         kind = compute.attention_kind(op, rule, {}, self.mesh) if rule.kind == "attention" else rule.kind
         return self.kernel_s(kind, compute.compute_dtype(op), compute.flops(op, rule, {}, self.mesh) / self.mesh.size, moved, launches)
+
+    def kept_s(self, tensor: str, nbytes: float) -> Kept:
+        """Seconds of keeping a result of forward, `nbytes` of it: nothing where forward writes it anyway."""
+        if tensor not in self.halves.kept_only:
+            return NOTHING
+        parts = self.halves.read_if_kept.get(tensor, {})
+        return Kept(self._beside_s(nbytes), {op: self._beside_s(part * nbytes) for op, part in parts.items()})
 
     def stored(self, op: Op, recompute: bool = False) -> frozenset[str]:
         """Of a memory-bound op's results, those that are in memory though none of them is kept for backward. again: where it runs again there."""
@@ -193,6 +204,36 @@ class Cost:
         if not moved_bytes:
             return 0.0
         return n * found.at(moved_bytes / n) - (0.0 if launches else found.at(0.0))
+
+    def _share(self, op: Op, rule: Rule) -> tuple[frozenset[str], frozenset[str], float]:
+        """What one run in its own half reads and writes, whatever is kept; and its launches."""
+        alone, written = frozenset(t.name for t in memory.reads(op)), frozenset(t.name for t in memory.writes(op))
+        if rule.kind in compute.HEAVY or self.fused is None or op.name not in self.fused:
+            return alone, written, float(bool(written))
+        share = self.fused[op.name]
+        return share.reads - self.halves.kept_reads.get(op.name, frozenset()), share.writes - self.halves.kept_only, float(share.launches)
+
+    def _moved_again(
+        self, op: Op, ins: tuple[Placement, ...], outs: tuple[Placement | None, ...], launches: float
+    ) -> tuple[float, float]:
+        """Bytes and launches of a memory-bound op that runs again in backward."""
+        read, written = frozenset(t.name for t in memory.reads(op)), frozenset(t.name for t in memory.writes(op))
+        if op.name in self.halves.recompute:
+            times, fresh, _ = self.halves.recompute[op.name]
+            least = LEAST * memory.moved_bytes(op, ins, outs, self.mesh, read, written)
+            return max(least, times * memory.moved_bytes(op, ins, outs, self.mesh, frozenset(), written)), float(fresh)
+        if self.fused is not None and op.name in self.fused:
+            read, written, launches = self.fused[op.name]
+        moved = memory.moved_bytes(op, ins, outs, self.mesh, read, written)
+        for t, p in zip(op.outputs, outs, strict=True):
+            parts = self.halves.read_if_kept.get(t.name, {}) if t is not None else {}
+            if t is not None and p is not None and parts:
+                moved += sum(parts.values()) * memory.local_bytes(t, p, self.mesh)
+        return moved, launches
+
+    def _beside_s(self, nbytes: float) -> float:
+        """What a kernel takes longer that moves so much more."""
+        return self.kernel_s("cheap", "", 0.0, nbytes, 0.0)
 
     def _memory_s(self, nbytes: float) -> float:
         d = self.cluster.device

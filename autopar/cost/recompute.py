@@ -1,18 +1,21 @@
 """What memory-bound ops of forward move where they run again in backward, in company of the kernels there.
 
+A result that no other kernel of forward reads is written only where it is kept for backward, and read by backward's kernels only there. So that is not in the price of forward's op,
+nor of backward's, but of keeping it: `kept_only`, `read_if_kept`.
+
 An op that runs again reads and writes other things than it did in forward: a gate before the sum that wants it is made in that sum's kernel, of what the kernel
-reads anyway, and is in no memory at all (torch's min-cut partitioner calls that free). Next to a step in which all is kept,
+reads anyway, and is in no memory at all (torch's min-cut partitioner calls that free). Next to a step in which forward's ops write what forward reads, and backward's read that,
 
     read      what the op is made of, down to what is kept or given: unless its kernel reads that already
-    written   its result, if anything else than the first kernel that uses it reads it, or that is a product
-    spared    the first kernel's read of it, if that makes it itself; forward's write of it, if that was for backward alone
+    written   its result, if anything else than the first kernel that uses it reads it, or that is a product; then these others read it
+    spared    the first kernel's read of what forward wrote anyway, if that kernel makes it itself
 
 What is left of it may be less than nothing; then the price is `LEAST` of the op by itself: what is as good as free is not made again for nothing. That others run again too
 is not looked at: then what is read in place of a result is read in place of several.
 
 What lies on the way, which backward itself does not read, is paid for by those that are made of it. An op has no such price if it needs something as large as what it makes that
-backward does not read otherwise: a sum of a product's result and what was before (that product's result would be kept in its place). It takes what it took in forward. But in
-place of what forward would not have written it may well be kept.
+backward does not read otherwise: a sum of a product's result and what was before (that product's result would be kept in its place). It takes what it takes by itself, and what its
+result takes to be read. But in place of what forward would not have written it may well be kept.
 """
 
 from __future__ import annotations
@@ -40,21 +43,52 @@ class RecomputeCost(NamedTuple):
 
 @dataclass(frozen=True)
 class Halves:
-    """Forward and backward compiled apart. ahead: shares of forward's ops, if nothing is kept; again: ops of forward that backward makes again."""
+    """Forward and backward compiled apart. ahead: shares of forward's ops, if nothing is kept; recompute: ops of forward that backward makes again. kept_only: results of
+    forward's kernels that are written only where they are kept; read_if_kept: of these, by the ops of backward whose kernels then read them, how much of them that is;
+    kept_reads: by such an op, the names under which it reads them."""
 
     ahead: Mapping[str, Share] = field(default_factory=dict)
     recompute: Mapping[str, RecomputeCost] = field(default_factory=dict)
+    kept_only: frozenset[str] = frozenset()
+    read_if_kept: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    kept_reads: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 def halves(graph: Graph, rules: Mapping[str, Rule], kept: Mapping[str, Share]) -> Halves:
     """kept: `fused` of the whole graph."""
     ahead = fused(replace(graph, ops=tuple(op for op in graph.ops if op.direction == "forward"), grads={}, buffer_updates={}), rules)
-    return Halves(ahead, _RecomputeCost(graph, rules, kept, ahead).run())
+    found = _with_kept_only(graph, rules, kept, ahead)
+    return replace(found, recompute=_RecomputeCost(graph, rules, found).run())
+
+
+def _with_kept_only(graph: Graph, rules: Mapping[str, Rule], kept: Mapping[str, Share], ahead: Mapping[str, Share]) -> Halves:
+    """What is written and read only where it is kept, and by whom. Products and other ops that are no kernel with their neighbours read and write what they do by themselves."""
+    storages, tensors = Storages(graph, rules), graph.tensors
+    returned = {storages.root.get(t, t) for t in graph.buffer_updates.values() if t}
+    joined = [op for op in graph.ops if op.name in kept and is_fusible(op, rules[op.name])]
+    only = frozenset(
+        t.name
+        for op in joined
+        for t in (op.outputs if op.direction == "forward" else ())
+        if t is not None and t.name not in ahead[op.name].writes and t.name not in returned
+    )
+    read: dict[str, dict[str, float]] = {}
+    names: dict[str, frozenset[str]] = {}
+    for op in joined:
+        for name in sorted(kept[op.name].reads) if op.direction == "backward" else ():
+            root = storages.root.get(name, name)
+            if root in only:
+                part = min(1.0, tensors[name].numel / max(1, tensors[root].numel))
+                of = read.setdefault(root, {})
+                of[op.name] = of.get(op.name, 0.0) + part
+                names[op.name] = names.get(op.name, frozenset()) | {name}
+    return Halves(ahead, {}, only, read, names)
 
 
 class _RecomputeCost:
-    def __init__(self, graph: Graph, rules: Mapping[str, Rule], kept: Mapping[str, Share], ahead: Mapping[str, Share]) -> None:
-        self.graph, self.rules, self.kept, self.ahead = graph, rules, kept, ahead
+    def __init__(self, graph: Graph, rules: Mapping[str, Rule], found: Halves) -> None:
+        self.graph, self.rules, self.ahead = graph, rules, found.ahead
+        self.kept_only, self.read_if_kept = found.kept_only, found.read_if_kept
         self.storages = Storages(graph, rules)
         self.backward = [op for op in graph.ops if op.direction == "backward"]
         self.tensors = {t.name: t for op in graph.ops for t in (*op.inputs, *op.outputs) if t is not None}
@@ -84,7 +118,7 @@ class _RecomputeCost:
 
     def of(self, op: Op, stored: frozenset[str]) -> RecomputeCost:
         results = [t for t in op.outputs if t is not None]
-        moved, launches = 0.0, False
+        moved, kept, launches = 0.0, 0.0, False
         sources = self.sources(op)
         for here, fuses in {(self.group[f.name], self.fuses(f)): None for t in results if (f := self.first.get(t.name)) is not None}:
             at_hand = self.at_hand[here] if fuses else ()
@@ -92,10 +126,16 @@ class _RecomputeCost:
             launches |= not fuses
         for t in results:
             if (first := self.first.get(t.name)) is not None:
-                fuses, others = self.fuses(first), self.readers[t.name] - {self.group[first.name]}
-                for_backward = t.name in self.kept[op.name].writes and t.name not in self.ahead[op.name].writes
-                moved += t.nbytes * ((not fuses or bool(others)) - fuses - for_backward)
-        if moved <= 0:
+                here, fuses = self.group[first.name], self.fuses(first)
+                others = self.readers[t.name] - {here} if op.name not in self.storages.constant else ()
+                moved += t.nbytes * (not fuses or bool(others))
+                if t.name in self.kept_only:
+                    parts = self.read_if_kept.get(t.name, {})
+                    moved += t.nbytes * sum(part for r, part in parts.items() if not fuses or self.group[r] != here)
+                    kept += t.nbytes * (1 + sum(parts.values()))
+                else:
+                    moved -= t.nbytes * fuses
+        if moved <= kept:
             # Then it is not kept: what its kernel reads is what it is made of, and so does what is made of it.
             self.free.add(op.name)
             for t in results:
