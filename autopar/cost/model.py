@@ -48,11 +48,12 @@ DRAW_BYTES, DRAW_CALLS = 660.0, 37
 
 @dataclass(frozen=True)
 class OpCost:
-    """seconds on one rank; flops of products (zero for other ops); bytes to and from device memory."""
+    """seconds on one rank; flops of products (zero for other ops); bytes to and from device memory; launches: kernels, as a share where others are in them."""
 
     seconds: float
     flops: float
     bytes: float
+    launches: float = 0.0
 
 
 FREE = OpCost(0.0, 0.0, 0.0)
@@ -116,7 +117,7 @@ class Cost:
             moved += DRAW_BYTES * math.prod(outs[0].local_shape(self.mesh))
             launches += DRAW_CALLS
         kind = compute.attention_kind(op, rule, strategy, self.mesh) if rule.kind == "attention" else rule.kind
-        return OpCost(self.kernel_s(kind, compute.compute_dtype(op), flops, moved, launches), flops, moved)
+        return OpCost(self.kernel_s(kind, compute.compute_dtype(op), flops, moved, launches), flops, moved, launches)
 
     def least_s(self, op: Op, rule: Rule) -> float:
         """What one run of `op` takes at least, however it is split: all its work and all its bytes evenly over all devices. Nothing is said where rates are measured,
