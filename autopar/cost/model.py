@@ -4,7 +4,7 @@
     attention             launch + max( FLOPs / (g P), bytes / (eta B) )
     everything else       launch + bytes / (eta B)                          bytes: what is left of it after fusion
     random numbers        as these; drawn call by call, all that the operators of a draw move besides
-    keeping a value       bytes / (eta B), written and read, if forward would not have written it (`recompute.py`)
+    keeping a value       bytes / (eta B), written and read, if forward would not have written it (`kept.py`)
     views                 0
 
 g, eta and rho are the cluster's fitted constants. Where it has curves, measured seconds of whole calls, those are the price instead:
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autopar.cost import compute, experts, links, memory
-from autopar.cost.fusion import Fused, fused
+from autopar.cost.fusion import Fused, Share, fused
 from autopar.cost.links import CollectiveCost
 from autopar.cost.recompute import LEAST, Halves, halves
 from autopar.errors import MeshError
@@ -59,14 +59,14 @@ class OpCost:
 FREE = OpCost(0.0, 0.0, 0.0)
 
 
-class Kept(NamedTuple):
-    """write_s: forward's; reads_s: by the ops of backward whose kernels read it."""
+class Beside(NamedTuple):
+    """What the kernel of an op of forward (half 0) or backward (1) does besides, because a value is kept."""
 
-    write_s: float
-    reads_s: Mapping[str, float]
-
-
-NOTHING = Kept(0.0, {})
+    op: str
+    half: int
+    seconds: float
+    bytes: float
+    launches: float
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,11 @@ class Cost:
         recompute: bool = False,
     ) -> OpCost:
         """One run of `op` under `strategy` with its operands and outputs so placed (one placement for each of `op.inputs`), without what it writes, or reads, only where it is
-        kept for backward (`kept_s`). recompute: in backward, an op of forward."""
+        kept for backward (`kept`). recompute: in backward, an op of forward."""
         if memory.is_view(op, rule):
             return FREE
         flops = compute.flops(op, rule, strategy, self.mesh)
-        read, written, launches = self._share(op, rule)
+        read, written, launches = self.share(op, rule)
         if recompute and rule.kind not in compute.HEAVY:
             moved, launches = self._moved_again(op, ins, outs, launches)
         else:
@@ -124,25 +124,27 @@ class Cost:
         which may be anything."""
         if memory.is_view(op, rule) or self.cluster.device.curves:
             return 0.0
-        read, written, launches = self._share(op, rule)
+        read, written, launches = self.share(op, rule)
         outs = tuple(None if t is None else Placement.of(t.shape) for t in op.outputs)
         moved = memory.moved_bytes(op, tuple(Placement.of(t.shape) for t in op.inputs), outs, self.mesh, read, written) / self.mesh.size
         kind = compute.attention_kind(op, rule, {}, self.mesh) if rule.kind == "attention" else rule.kind
         return self.kernel_s(kind, compute.compute_dtype(op), compute.flops(op, rule, {}, self.mesh) / self.mesh.size, moved, launches)
 
-    def kept_s(self, tensor: str, nbytes: float) -> Kept:
-        """Seconds of keeping a result of forward, `nbytes` of it: nothing where forward writes it anyway."""
-        if tensor not in self.halves.kept_only:
-            return NOTHING
-        parts = self.halves.read_if_kept.get(tensor, {})
-        return Kept(self._beside_s(nbytes), {op: self._beside_s(part * nbytes) for op, part in parts.items()})
+    def kept(self, tensor: str, nbytes: float) -> tuple[Beside, ...]:
+        """What keeping a result of forward takes, `nbytes` of it: nothing where forward writes it anyway."""
+        aside = self.halves.kept.asides.get(tensor)
+        if aside is None:
+            return ()
+        moved = [(tensor.split(".")[0], 0, (1 + aside.made_of) * nbytes, aside.launches)]
+        moved += [(op, 1, part * nbytes, 0.0) for op, part in aside.read.items()]
+        return tuple(Beside(op, half, self.kernel_s("cheap", "", 0.0, b, n), b, n) for op, half, b, n in moved)
 
     def stored(self, op: Op, recompute: bool = False) -> frozenset[str]:
         """Of a memory-bound op's results, those that are in memory though none of them is kept for backward. again: where it runs again there."""
         assert self.fused is not None
         if recompute:
             return self.halves.recompute[op.name].stored if op.name in self.halves.recompute else self.fused[op.name].writes
-        return self.halves.ahead[op.name].writes if op.name in self.halves.ahead else self.fused[op.name].writes
+        return self.halves.kept.ahead[op.name].writes if op.name in self.halves.kept.ahead else self.fused[op.name].writes
 
     def kernel_s(self, kind: str, dtype: str, flops: float, moved_bytes: float, launches: float) -> float:
         """One kernel, or several alike. kind: "attention", "causal_attention", either with "_backward", a kind of product (`compute.HEAVY`), or anything else, which is bound by memory."""
@@ -206,13 +208,16 @@ class Cost:
             return 0.0
         return n * found.at(moved_bytes / n) - (0.0 if launches else found.at(0.0))
 
-    def _share(self, op: Op, rule: Rule) -> tuple[frozenset[str], frozenset[str], float]:
-        """What one run in its own half reads and writes, whatever is kept; and its launches."""
-        alone, written = frozenset(t.name for t in memory.reads(op)), frozenset(t.name for t in memory.writes(op))
+    def share(self, op: Op, rule: Rule) -> Share:
+        """What one run in its own half reads and writes, whatever is kept."""
         if rule.kind in compute.HEAVY or self.fused is None or op.name not in self.fused:
-            return alone, written, float(bool(written))
+            written = frozenset(t.name for t in memory.writes(op))
+            return Share(frozenset(t.name for t in memory.reads(op)), written, bool(written))
+        kept = self.halves.kept
+        if op.name in kept.ahead:
+            return kept.ahead[op.name]
         share = self.fused[op.name]
-        return share.reads - self.halves.kept_reads.get(op.name, frozenset()), share.writes - self.halves.kept_only, float(share.launches)
+        return share._replace(reads=share.reads - kept.reads.get(op.name, frozenset()))
 
     def _moved_again(
         self, op: Op, ins: tuple[Placement, ...], outs: tuple[Placement | None, ...], launches: float
@@ -227,14 +232,9 @@ class Cost:
             read, written, launches = self.fused[op.name]
         moved = memory.moved_bytes(op, ins, outs, self.mesh, read, written)
         for t, p in zip(op.outputs, outs, strict=True):
-            parts = self.halves.read_if_kept.get(t.name, {}) if t is not None else {}
-            if t is not None and p is not None and parts:
-                moved += sum(parts.values()) * memory.local_bytes(t, p, self.mesh)
+            if t is not None and p is not None and (aside := self.halves.kept.asides.get(t.name)) is not None:
+                moved += sum(aside.read.values()) * memory.local_bytes(t, p, self.mesh)
         return moved, launches
-
-    def _beside_s(self, nbytes: float) -> float:
-        """What a kernel takes longer that moves so much more."""
-        return self.kernel_s("cheap", "", 0.0, nbytes, 0.0)
 
     def _memory_s(self, nbytes: float) -> float:
         d = self.cluster.device

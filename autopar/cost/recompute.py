@@ -1,10 +1,8 @@
 """What memory-bound ops of forward move where they run again in backward, in company of the kernels there.
 
-A result that no other kernel of forward reads is written only where it is kept for backward, and read by backward's kernels only there. So that is not in the price of forward's op,
-nor of backward's, but of keeping it: `kept_only`, `read_if_kept`.
-
 An op that runs again reads and writes other things than it did in forward: a gate before the sum that wants it is made in that sum's kernel, of what the kernel
-reads anyway, and is in no memory at all (torch's min-cut partitioner calls that free). Next to a step in which forward's ops write what forward reads, and backward's read that,
+reads anyway, and is in no memory at all (torch's min-cut partitioner calls that free). Next to a step in which nothing is done for what
+is kept (`kept.py`),
 
     read      what the op is made of, down to what is kept or given: unless its kernel reads that already
     written   its result, if anything else than the first kernel that uses it reads it, or that is a product; then these others read it
@@ -25,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from autopar.cost.fusion import Share, Storages, fused, is_fusible, kernels
+from autopar.cost.kept import KeptOnly, kept_only
 from autopar.cost.memory import is_view, reads
 from autopar.graph.graph import Graph, Op, Tensor
 from autopar.rules.grammar import Rule
@@ -43,52 +42,21 @@ class RecomputeCost(NamedTuple):
 
 @dataclass(frozen=True)
 class Halves:
-    """Forward and backward compiled apart. ahead: shares of forward's ops, if nothing is kept; recompute: ops of forward that backward makes again. kept_only: results of
-    forward's kernels that are written only where they are kept; read_if_kept: of these, by the ops of backward whose kernels then read them, how much of them that is;
-    kept_reads: by such an op, the names under which it reads them."""
+    """Forward and backward compiled apart. recompute: ops of forward that backward makes again."""
 
-    ahead: Mapping[str, Share] = field(default_factory=dict)
+    kept: KeptOnly = field(default_factory=KeptOnly)
     recompute: Mapping[str, RecomputeCost] = field(default_factory=dict)
-    kept_only: frozenset[str] = frozenset()
-    read_if_kept: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    kept_reads: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
-def halves(graph: Graph, rules: Mapping[str, Rule], kept: Mapping[str, Share]) -> Halves:
-    """kept: `fused` of the whole graph."""
-    ahead = fused(replace(graph, ops=tuple(op for op in graph.ops if op.direction == "forward"), grads={}, buffer_updates={}), rules)
-    found = _with_kept_only(graph, rules, kept, ahead)
-    return replace(found, recompute=_RecomputeCost(graph, rules, found).run())
-
-
-def _with_kept_only(graph: Graph, rules: Mapping[str, Rule], kept: Mapping[str, Share], ahead: Mapping[str, Share]) -> Halves:
-    """What is written and read only where it is kept, and by whom. Products and other ops that are no kernel with their neighbours read and write what they do by themselves."""
-    storages, tensors = Storages(graph, rules), graph.tensors
-    returned = {storages.root.get(t, t) for t in graph.buffer_updates.values() if t}
-    joined = [op for op in graph.ops if op.name in kept and is_fusible(op, rules[op.name])]
-    only = frozenset(
-        t.name
-        for op in joined
-        for t in (op.outputs if op.direction == "forward" else ())
-        if t is not None and t.name not in ahead[op.name].writes and t.name not in returned
-    )
-    read: dict[str, dict[str, float]] = {}
-    names: dict[str, frozenset[str]] = {}
-    for op in joined:
-        for name in sorted(kept[op.name].reads) if op.direction == "backward" else ():
-            root = storages.root.get(name, name)
-            if root in only:
-                part = min(1.0, tensors[name].numel / max(1, tensors[root].numel))
-                of = read.setdefault(root, {})
-                of[op.name] = of.get(op.name, 0.0) + part
-                names[op.name] = names.get(op.name, frozenset()) | {name}
-    return Halves(ahead, {}, only, read, names)
+def halves(graph: Graph, rules: Mapping[str, Rule], whole: Mapping[str, Share]) -> Halves:
+    """whole: `fused` of the graph."""
+    kept = kept_only(graph, rules, whole)
+    return Halves(kept, _RecomputeCost(graph, rules, kept).run())
 
 
 class _RecomputeCost:
-    def __init__(self, graph: Graph, rules: Mapping[str, Rule], found: Halves) -> None:
-        self.graph, self.rules, self.ahead = graph, rules, found.ahead
-        self.kept_only, self.read_if_kept = found.kept_only, found.read_if_kept
+    def __init__(self, graph: Graph, rules: Mapping[str, Rule], kept: KeptOnly) -> None:
+        self.graph, self.rules, self.ahead, self.asides = graph, rules, kept.ahead, kept.asides
         self.storages = Storages(graph, rules)
         self.backward = [op for op in graph.ops if op.direction == "backward"]
         self.tensors = {t.name: t for op in graph.ops for t in (*op.inputs, *op.outputs) if t is not None}
@@ -129,10 +97,9 @@ class _RecomputeCost:
                 here, fuses = self.group[first.name], self.fuses(first)
                 others = self.readers[t.name] - {here} if op.name not in self.storages.constant else ()
                 moved += t.nbytes * (not fuses or bool(others))
-                if t.name in self.kept_only:
-                    parts = self.read_if_kept.get(t.name, {})
-                    moved += t.nbytes * sum(part for r, part in parts.items() if not fuses or self.group[r] != here)
-                    kept += t.nbytes * (1 + sum(parts.values()))
+                if (aside := self.asides.get(t.name)) is not None:
+                    moved += t.nbytes * sum(part for r, part in aside.read.items() if not fuses or self.group[r] != here)
+                    kept += t.nbytes * (1 + aside.made_of + sum(aside.read.values()))
                 else:
                     moved -= t.nbytes * fuses
         if moved <= kept:

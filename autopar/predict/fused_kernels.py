@@ -14,10 +14,10 @@ true of any set of fused kernels, and costs nothing but reading.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 
+from autopar.cost import Beside
 from autopar.cost.fusion import Share, fused, is_fusible, kernels
 from autopar.cost.memory import base_name, is_view, reads, writes
 from autopar.graph.graph import Graph, Op, Tensor
@@ -30,7 +30,7 @@ from autopar.solver.solve import Solution
 class Kernels:
     """shares: of ops of both halves; reads of what forward did not write are replaced in `instead`: (op, tensor) -> what
     it is made of. written: what forward's kernels write. exact: results of forward that products, attention and the like in backward read; soft: others that memory-bound
-    kernels do. reader: of these, who reads them first. aside_bytes: by op, what it moves on one device because values are kept, once for each; again: ops of forward that run in backward too."""
+    kernels do. reader: of these, who reads them first. besides: what ops do on one device because values are kept, by the value; again: ops of forward that run in backward too."""
 
     shares: Mapping[str, Share]
     written: frozenset[str]
@@ -40,7 +40,7 @@ class Kernels:
     maker: Mapping[str, Op]
     reader: Mapping[str, Op]
     free: frozenset[str]
-    aside_bytes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    besides: Mapping[str, tuple[Beside, ...]] = field(default_factory=dict)
     again: frozenset[str] = frozenset()
 
 
@@ -57,32 +57,25 @@ def planned(found: Found) -> Kernels:
     """What the program answered."""
     assert isinstance(found.answer, Solution) and found.formulated.cost.fused is not None
     f, decision = found.formulated, found.answer.decision
-    graph, q, halves = f.program.graph, f.program.q, f.cost.halves
+    graph, q = f.program.graph, f.program.q
     free = frozenset(op.name for op in graph.ops if is_view(op, found.rules[op.name]))
-    shares = {
-        name: Share(s.reads - halves.kept_reads.get(name, frozenset()), s.writes - halves.kept_only, s.launches)
-        for name, s in f.cost.fused.items()
-    }
+    shares = {op.name: f.cost.share(op, found.rules[op.name]) for op in graph.ops if op.name in f.cost.fused}
     reruns = {f.names.reruns[i] for i in decision.rerun}
     again = frozenset(op.name for op in graph.ops if op.direction == "forward" and (q.rep[op.name], q.segment[op.name]) in reruns)
     kept: dict[str, Tensor] = {}
-    aside: dict[str, dict[str, float]] = defaultdict(dict)
+    besides: dict[str, tuple[Beside, ...]] = {}
     for v, policies in decision.kept.items():
         value = found.problem.values[v]
         for k in policies:
             part = list(f.wires[value.name].nodes)[value.policies[k].node].share(f.mesh)
             for name in q.members[value.name]:
                 kept[name] = graph.tensors[name]
-                if name in halves.kept_only:
-                    nbytes = kept[name].nbytes * part
-                    aside[name.split(".")[0]][name] = nbytes
-                    for reader, share in halves.read_if_kept.get(name, {}).items():
-                        aside[reader][name] = share * nbytes
+                besides[name] = f.cost.kept(name, kept[name].nbytes * part)
     made = {t.name: op for op in graph.ops for t in op.outputs if t is not None}
     reader, heavy = _read_by(graph, free, found.rules, kept.keys(), again)
     written = frozenset(t for op in graph.ops if op.direction == "forward" and op.name in shares for t in shares[op.name].writes) | kept.keys()
     exact, soft = ({n: t for n, t in kept.items() if (n in heavy) == is_heavy} for is_heavy in (True, False))
-    return Kernels(shares, written, {}, exact, soft, made, reader, free, aside, again)
+    return Kernels(shares, written, {}, exact, soft, made, reader, free, besides, again)
 
 
 def _read_by(

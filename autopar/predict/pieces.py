@@ -86,6 +86,7 @@ class _Reader:
     def run(self) -> tuple[Piece, ...]:
         for op in self.graph.ops:
             self.operator(op)
+        self.kept()
         self.recompute()
         self.transfers()
         self.memory()
@@ -145,9 +146,13 @@ class _Reader:
             half.append(Workload({task: self.share(op)} if task else {}))
             for kind, axes, sent in inside(op, rule, split, want, self.mesh):  # equal ones too: a softmax has a maximum and a sum
                 half.append(Workload({}, {Transfer(kind, self.user_axes(axes), sent): self.share(op)}))
-        for tensor, nbytes in self.kernels.aside_bytes.get(op.name, {}).items():
-            often = self.q.tensor_times[tensor] / self.copies(self.place[op.name])
-            halves[0].append(Workload({Task(MEMORY, "", 0.0, nbytes, 0.0): often}))
+
+    def kept(self) -> None:
+        """What kernels do because values are kept."""
+        for tensor, besides in self.kernels.besides.items():
+            for b in besides:
+                draft, often = self.drafts[self.place[b.op]], self.q.tensor_times[tensor] / self.copies(self.place[b.op])
+                (draft.backward if b.half else draft.forward).append(Workload({Task(MEMORY, "", 0.0, b.bytes, b.launches): often}))
 
     def follows_a_parameter(self, op: Op) -> bool:
         """Whether what it makes follows from a parameter alone, and backward reads it: it is made again there."""

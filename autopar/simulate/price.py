@@ -182,10 +182,8 @@ def _kept_s(parts: Parts, cost: Cost) -> dict[str, float]:
     """By operator, what it takes to write what is saved, and to read it, besides what it does anyway."""
     found: dict[str, float] = defaultdict(float)
     for tensor, nbytes in saved_tensors(parts).items():
-        kept = cost.kept_s(tensor, nbytes)
-        found[tensor.split(".")[0]] += kept.write_s
-        for name, seconds in kept.reads_s.items():
-            found[name] += seconds
+        for beside in cost.kept(tensor, nbytes):
+            found[beside.op] += beside.seconds
     return found
 
 

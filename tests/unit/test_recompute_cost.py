@@ -35,8 +35,7 @@ def price(p: Program, op: Op) -> float:
 
 
 def keeping_s(p: Program, t: Tensor) -> float:
-    kept = p.cost.kept_s(t.name, t.nbytes)
-    return math.fsum((kept.write_s, *kept.reads_s.values()))
+    return math.fsum(beside.seconds for beside in p.cost.kept(t.name, t.nbytes))
 
 
 @pytest.mark.parametrize("name", cases(["llama", "bert"], ["llama"]))
@@ -145,9 +144,22 @@ def test_what_forward_writes_to_be_kept_is_paid_where_it_is_kept() -> None:
         return cost.op(op, lookup(op), {}, (whole,) * len(op.inputs), (whole,)).bytes / X.nbytes
 
     assert [moved(ops[i]) for i in (0, 1, 3, 5)] == [1, 1, 2, 2]  # x; e; g and d; dw and f
-    kept = cost.kept_s("s", 1e6)
-    assert kept.write_s == pytest.approx(1e6 / BYTES_PER_S) and kept.reads_s == pytest.approx({"d": 1e6 / BYTES_PER_S, "f": 1e6 / BYTES_PER_S})
-    assert cost.kept_s("e", 1e6) == (0.0, {}) and cost.kept_s("h", 1e6) == (0.0, {})  # in memory in any case
+    assert [(b.op, b.half, b.bytes, b.launches) for b in cost.kept("s", 1e6)] == [("s", 0, 1e6, 0), ("d", 1, 1e6, 0), ("f", 1, 1e6, 0)]
+    assert all(b.seconds == pytest.approx(1e6 / BYTES_PER_S) for b in cost.kept("s", 1e6))
+    assert cost.kept("e", 1e6) == cost.kept("h", 1e6) == ()  # in memory in any case
     # Made again, it is written for the second kernel, which reads it; the first makes it of x.
     assert cost.halves.recompute["s"].moved == 1.0 + 1.0 + 1.0
     assert cost.least_s(ops[3], lookup(ops[3])) == pytest.approx(2 * X.nbytes / BYTES_PER_S)
+
+
+def test_what_forward_makes_for_backward_alone_does_not_run_there_unless_it_is_kept() -> None:
+    """m = y > x of h = x w: nothing of forward reads it."""
+    y, m, d = tensor("y"), tensor("m", dtype="bool"), tensor("d")
+    ops = (
+        call("mm.default", "forward", y, X, W), call("gt.Tensor", "forward", m, y, X), call("mm.default", "forward", tensor("h"), y, W),
+        call("mul.Tensor", "backward", d, G, m), call("mm.default", "backward", tensor("dw"), d, W),
+    )  # fmt: skip
+    cost, whole = cost_of(*ops), Placement.of((1024, 64))
+    ran = cost.op(ops[1], lookup(ops[1]), {}, (whole, whole), (whole,))
+    assert (ran.seconds, ran.bytes, ran.launches) == (0, 0, 0)
+    assert [(b.op, b.bytes, b.launches) for b in cost.kept("m", 100.0)] == [("m", 500.0, 1), ("d", 100.0, 0)]  # y and x are twice as wide, two of them

@@ -1,6 +1,6 @@
 """Where a value may be kept for backward: on the device, in host memory, on local disks; and what that takes.
 
-What forward's kernels would not have written is written to be kept, and read by backward's kernels, wherever it is meanwhile (`Cost.kept_s`).
+What forward's kernels would not have written is written to be kept, and read by backward's kernels, wherever it is meanwhile (`Cost.kept`).
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ def times(cost: Cost, nbytes: float, members: tuple[Member, ...], medium: str = 
     """By account, what keeping all tensors of a value takes. nbytes: of one."""
     spent: dict[int, float] = defaultdict(float)
     for tensor, count in members:
-        kept = cost.kept_s(tensor, nbytes)
-        spent[account(0, "compute")] += count * kept.write_s
-        spent[account(1, "compute")] += count * sum(kept.reads_s.values())
+        for beside in cost.kept(tensor, nbytes):
+            spent[account(beside.half, "compute")] += count * beside.seconds
         for resource, d in LINKS[medium]:
             spent[account(d, resource)] += count * cost.transfer_s(resource, nbytes)
     return {a: t for a, t in spent.items() if t}

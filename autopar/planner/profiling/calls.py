@@ -90,9 +90,8 @@ class Calls:
             for k in policies:
                 size = self.life.sizes(v)[value.policies[k].node]
                 for tensor in self.q.members[value.name]:
-                    kept, count = self.f.cost.kept_s(tensor, size), self.q.tensor_times[tensor]
-                    for name, seconds in ((tensor.split(".")[0], kept.write_s), *kept.reads_s.items()):
-                        found[name] += seconds * count / self.q.times[name]
+                    for beside in self.f.cost.kept(tensor, size):
+                        found[beside.op] += beside.seconds * self.q.tensor_times[tensor] / self.q.times[beside.op]
         return found
 
     def _operator(self, i: int, op: Op) -> None:
