@@ -49,8 +49,9 @@ def kept_only(graph: Graph, rules: Mapping[str, Rule], whole: Mapping[str, Share
     forward = tuple(op for op in graph.ops if op.direction == "forward")
     returned = {storages.root.get(t, t) for t in (*graph.outputs, *graph.buffer_updates.values()) if t}
     for_backward = _for_backward(graph, rules, returned)
-    ahead = dict.fromkeys(for_backward & whole.keys(), NO_SHARE)
-    ahead |= fused(replace(graph, ops=tuple(op for op in forward if op.name not in for_backward), grads={}, buffer_updates={}), rules)
+    group = kernels(graph, rules)
+    alone = fused(replace(graph, ops=tuple(op for op in forward if op.name not in for_backward), grads={}, buffer_updates={}), rules)
+    ahead = dict.fromkeys(for_backward & whole.keys(), NO_SHARE) | _launched_alike(alone, whole, group)
     joined = [op for op in graph.ops if op.name in whole and is_fusible(op, rules[op.name])]
     asides = {
         t.name: Aside()
@@ -58,7 +59,6 @@ def kept_only(graph: Graph, rules: Mapping[str, Rule], whole: Mapping[str, Share
         for t in (op.outputs if op.direction == "forward" else ())
         if t is not None and t.name not in ahead[op.name].writes and t.name not in returned
     }
-    group = kernels(graph, rules)
     live = {group[op.name] for op in forward if op.name in group and op.name not in for_backward}
     made_of: dict[str, dict[str, float]] = {}  # what is made for backward alone -> what else it is made of, in bytes
     for op in joined:
@@ -82,6 +82,21 @@ def kept_only(graph: Graph, rules: Mapping[str, Rule], whole: Mapping[str, Share
                 asides[root].read[op.name] = asides[root].read.get(op.name, 0.0) + part
                 names[op.name] = names.get(op.name, frozenset()) | {name}
     return KeptOnly(ahead, asides, names)
+
+
+def _launched_alike(ahead: Mapping[str, Share], whole: Mapping[str, Share], group: Mapping[str, str]) -> dict[str, Share]:
+    """`ahead` with a kernel's launch put down to the op that bears it if all is kept: so it does not move from one layer to the next, whose share of it may be another."""
+    by_kernel: dict[str, list[str]] = {}
+    for name, share in ahead.items():
+        if share.launches:
+            by_kernel.setdefault(group[name], []).append(name)
+    out = dict(ahead)
+    for name, share in whole.items():
+        here = by_kernel.get(group[name], [])
+        if share.launches and name in ahead and len(here) == 1:
+            out[here[0]] = out[here[0]]._replace(launches=False)
+            out[name] = out[name]._replace(launches=True)
+    return out
 
 
 def _for_backward(graph: Graph, rules: Mapping[str, Rule], returned: set[str]) -> set[str]:

@@ -15,12 +15,13 @@ true of any set of fused kernels, and costs nothing but reading.
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from autopar.cost import Beside
 from autopar.cost.fusion import Share, fused, is_fusible, kernels
 from autopar.cost.memory import base_name, is_view, reads, writes
 from autopar.graph.graph import Graph, Op, Tensor
+from autopar.planner.formulation.where_kept import besides
 from autopar.planner.found import Found
 from autopar.rules.grammar import Rule
 from autopar.solver.solve import Solution
@@ -30,7 +31,7 @@ from autopar.solver.solve import Solution
 class Kernels:
     """shares: of ops of both halves; reads of what forward did not write are replaced in `instead`: (op, tensor) -> what
     it is made of. written: what forward's kernels write. exact: results of forward that products, attention and the like in backward read; soft: others that memory-bound
-    kernels do. reader: of these, who reads them first. besides: what ops do on one device because values are kept, by the value; again: ops of forward that run in backward too."""
+    kernels do. reader: of these, who reads them first. besides: what ops do on one device because values are kept, and how often in the model; again: ops of forward that run in backward too."""
 
     shares: Mapping[str, Share]
     written: frozenset[str]
@@ -40,7 +41,7 @@ class Kernels:
     maker: Mapping[str, Op]
     reader: Mapping[str, Op]
     free: frozenset[str]
-    besides: Mapping[str, tuple[Beside, ...]] = field(default_factory=dict)
+    besides: tuple[tuple[Beside, int], ...] = ()
     again: frozenset[str] = frozenset()
 
 
@@ -63,19 +64,19 @@ def planned(found: Found) -> Kernels:
     reruns = {f.names.reruns[i] for i in decision.rerun}
     again = frozenset(op.name for op in graph.ops if op.direction == "forward" and (q.rep[op.name], q.segment[op.name]) in reruns)
     kept: dict[str, Tensor] = {}
-    besides: dict[str, tuple[Beside, ...]] = {}
+    aside: list[tuple[Beside, int]] = []
     for v, policies in decision.kept.items():
         value = found.problem.values[v]
         for k in policies:
             part = list(f.wires[value.name].nodes)[value.policies[k].node].share(f.mesh)
             for name in q.members[value.name]:
                 kept[name] = graph.tensors[name]
-                besides[name] = f.cost.kept(name, kept[name].nbytes * part)
+                aside += besides(f.program, f.cost, name, kept[name].nbytes * part)
     made = {t.name: op for op in graph.ops for t in op.outputs if t is not None}
     reader, heavy = _read_by(graph, free, found.rules, kept.keys(), again)
     written = frozenset(t for op in graph.ops if op.direction == "forward" and op.name in shares for t in shares[op.name].writes) | kept.keys()
     exact, soft = ({n: t for n, t in kept.items() if (n in heavy) == is_heavy} for is_heavy in (True, False))
-    return Kernels(shares, written, {}, exact, soft, made, reader, free, besides, again)
+    return Kernels(shares, written, {}, exact, soft, made, reader, free, tuple(aside), again)
 
 
 def _read_by(

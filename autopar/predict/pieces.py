@@ -149,10 +149,9 @@ class _Reader:
 
     def kept(self) -> None:
         """What kernels do because values are kept."""
-        for tensor, besides in self.kernels.besides.items():
-            for b in besides:
-                draft, often = self.drafts[self.place[b.op]], self.q.tensor_times[tensor] / self.copies(self.place[b.op])
-                (draft.backward if b.half else draft.forward).append(Workload({Task(MEMORY, "", 0.0, b.bytes, b.launches): often}))
+        for b, count in self.kernels.besides:
+            draft, often = self.drafts[self.place[b.op]], count / self.copies(self.place[b.op])
+            (draft.backward if b.half else draft.forward).append(Workload({Task(MEMORY, "", 0.0, b.bytes, b.launches): often}))
 
     def follows_a_parameter(self, op: Op) -> bool:
         """Whether what it makes follows from a parameter alone, and backward reads it: it is made again there."""

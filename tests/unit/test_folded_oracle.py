@@ -429,7 +429,8 @@ class Oracle:
         for v in self.whole.values[g]:
             value = self.problem.values[v]
             if kept is not None:
-                out += self.takes(("y", v, policy_at(value, value.nodes.index(kept))))
+                k = policy_at(value, value.nodes.index(kept))
+                out += self.takes(("y", v, k), value.policies[k].times)
             for labels, (a, times) in self.arcs(v, direction).items():
                 if labels in arcs:
                     out += self.takes(("e", v, direction, a), times)

@@ -20,7 +20,7 @@ from autopar.planner.formulation.formulated import Formulated
 from autopar.planner.formulation.memory_rows import rows
 from autopar.planner.formulation.problem import Formulator
 from autopar.planner.formulation.training import optimizer_s
-from autopar.planner.formulation.where_kept import Member, times
+from autopar.planner.formulation.where_kept import times
 from autopar.rules.grammar import Rule
 from autopar.solver.problem import Choice, End, Flow, Policy, Problem, Rerun, Value
 from autopar.solver.shrink import Shrunk
@@ -85,9 +85,8 @@ def _least(whole: Formulator) -> dict[int, float]:
 
 def _policies(f: Formulated, value: Value) -> tuple[Policy, ...]:
     """How a value may be kept, of which a device has its share; what carries it elsewhere is free."""
-    members = tuple(Member(t, f.program.q.tensor_times[t]) for t in f.program.q.members[value.name])
     media = dict.fromkeys(policy.medium for policy in value.policies)
-    spent = times(f.cost, f.wires[value.name].nbytes / f.mesh.size, members)
+    spent = times(f.program, f.cost, value.name, f.wires[value.name].nbytes / f.mesh.size)
     return tuple(Policy(0, medium, spent) for medium in media)
 
 

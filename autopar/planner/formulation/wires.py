@@ -15,7 +15,7 @@ from autopar.planner.formulation.clusters import Clusters
 from autopar.planner.formulation.names import Names, moved
 from autopar.planner.formulation.program import Program
 from autopar.planner.formulation.training import TrainingConfig
-from autopar.planner.formulation.where_kept import Member, policies
+from autopar.planner.formulation.where_kept import policies
 from autopar.rules.strategy import letter_at, right_of
 from autopar.solver.problem import Arc, End, Flow, Policy, Rerun, Value
 from autopar.solver.watch import check
@@ -111,16 +111,13 @@ class Wires:
             supplied[1] |= supplied[0]  # a view, made again where it was made
         if w.policies and demanded[1]:
             keepable = sorted(n for n in supplied[0] | demanded[0] if not places[n].partial or n in demanded[1])
-            ways = policies(self.training, self.cost, {n: w.nbytes * places[n].share(self.mesh) for n in keepable}, self.members(w.name))
+            ways = policies(self.program, self.training, self.cost, w.name, {n: w.nbytes * places[n].share(self.mesh) for n in keepable})
             supplied[1] |= set(keepable) | supplied[0]
         forward = Flow(self.arcs(w, supplied[0], demanded[0] | {way.node for way in ways}, 0), tuple(w.supplies[0]), tuple(w.demands[0]))
         backward = None
         if demanded[1]:
             backward = Flow(self.arcs(w, supplied[1], demanded[1], 1), tuple(w.supplies[1]), tuple(w.demands[1]))
         return Value(w.name, tuple(map(str, places)), forward, backward, ways)
-
-    def members(self, value: str) -> tuple[Member, ...]:
-        return tuple(Member(t, self.program.q.tensor_times[t]) for t in self.program.q.members[value])
 
     def merge(self, w: Wire) -> None:
         """A value that one cluster makes and reads in one placement moves nowhere: only its size matters, so nodes of one size become one."""

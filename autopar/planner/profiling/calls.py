@@ -21,7 +21,7 @@ from autopar.planner.formulation.formulated import Formulated
 from autopar.planner.formulation.lifetimes import Lifetimes
 from autopar.planner.formulation.offload import in_flight
 from autopar.planner.formulation.recompute_chains import Chains
-from autopar.planner.formulation.where_kept import LINKS
+from autopar.planner.formulation.where_kept import LINKS, besides
 from autopar.planner.profiling.places import OUTSIDE, Home, Places
 from autopar.solver.evaluate import variables_on
 from autopar.solver.problem import DEVICE, Decision, Problem
@@ -90,8 +90,8 @@ class Calls:
             for k in policies:
                 size = self.life.sizes(v)[value.policies[k].node]
                 for tensor in self.q.members[value.name]:
-                    for beside in self.f.cost.kept(tensor, size):
-                        found[beside.op] += beside.seconds * self.q.tensor_times[tensor] / self.q.times[beside.op]
+                    for beside, count in besides(self.program, self.f.cost, tensor, size):
+                        found[beside.op] += beside.seconds * count / self.q.times[beside.op]
         return found
 
     def _operator(self, i: int, op: Op) -> None:
