@@ -11,6 +11,7 @@ balanced           a pipeline's layers are dealt so that ranks have as many FLOP
 hops               what a pipeline's ranks hand on runs beside compute: "always", "interleaved", where ranks hold several chunks, "never"; else sender and
                    receiver wait for it (Megatron-LM exchanges so, and since 2023 not where it interleaves: overlap_p2p_comm)
 data_exposed       share of data-parallel traffic that is waited for, however much compute there is beside it: 1 where none is overlapped
+by_halves          traffic of every micro-batch (ZeRO-3) runs beside the half that it is for: what forward gathers beside forward; else beside all of the step
 accumulated_bytes  moved per element of a weight's gradient by the product that makes it: 2 where it is written in half precision, 8 where it is
                    added to one in single precision: half of it read, which devices that read ahead do beside the product
 clears_gradients   whether the step of the optimizer clears gradients that a rank holds whole, and reads them (`Cost.optimizer_s`)
@@ -43,6 +44,7 @@ class Runtime:
     balanced: bool = False
     hops: str = "interleaved"
     data_exposed: float = 1.0
+    by_halves: bool = False
     accumulated_bytes: float = 8.0
     clears_gradients: bool = True
     grad_bytes: float = 4.0
@@ -75,7 +77,7 @@ RUNTIMES = {
     for r in (
         Runtime(
             "autopar", fusion="compiled", context_hidden=False, context_even=False, hops="always", data_exposed=0.0, accumulated_bytes=2.0,
-            clears_gradients=False,
+            by_halves=True, clears_gradients=False,
         ),
         _MEGATRON,
         replace(_MEGATRON, name="megatron-overlap", tensor_hidden=PIPELINED, data_exposed=OVERLAPPED),

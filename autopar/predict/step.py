@@ -83,6 +83,7 @@ def step(
                 run.first_forward_s[r],
                 tuple(run.total_s - end + times.backward_s[r + c * layout.pp] for c, end in enumerate(run.last_backward_s[r])),
                 run.busy_s[r],
+                (micro_batches * sum(times.forward_s[r :: layout.pp]), micro_batches * sum(times.backward_s[r :: layout.pp])),
             ),
         ).exposed_s
         for r, mine in enumerate(ranks)
