@@ -66,13 +66,19 @@ def kept_only(graph: Graph, rules: Mapping[str, Rule], whole: Mapping[str, Share
             sources: dict[str, float] = {}
             for t in reads(op):
                 root = storages.root.get(t.name, t.name)
-                sources |= made_of[root] if root in made_of else {} if storages.is_expanded(t) else {root: float(min(t.nbytes, tensors[root].nbytes))}
-            for t in op.outputs:
-                if t is not None:
-                    made_of[t.name] = sources
-                    if t.name in asides:
-                        asides[t.name].made_of = sum(sources.values()) / max(1, t.nbytes)
-                        asides[t.name].launches = float(group[op.name] not in live)
+                sources |= (
+                    made_of[root]
+                    if root in made_of
+                    else {}
+                    if storages.is_expanded(t)
+                    else {root: float(min(t.nbytes, tensors[root].nbytes))}
+                )
+            for made in op.outputs:
+                if made is not None:
+                    made_of[made.name] = sources
+                    if made.name in asides:
+                        asides[made.name].made_of = sum(sources.values()) / max(1, made.nbytes)
+                        asides[made.name].launches = float(group[op.name] not in live)
     names: dict[str, frozenset[str]] = {}
     for op in joined:
         for name in sorted(whole[op.name].reads) if op.direction == "backward" else ():

@@ -106,11 +106,12 @@ class Cost:
         if memory.is_view(op, rule):
             return FREE
         flops = compute.flops(op, rule, strategy, self.mesh)
-        read, written, launches = self.share(op, rule)
+        share = self.share(op, rule)
+        launches: float = share.launches
         if recompute and rule.kind not in compute.HEAVY:
             moved, launches = self._moved_again(op, ins, outs, launches)
         else:
-            moved = memory.moved_bytes(op, ins, outs, self.mesh, read, written)
+            moved = memory.moved_bytes(op, ins, outs, self.mesh, share.reads, share.writes)
         if experts.is_experts(op):
             moved += experts.moved_bytes(op, compute.local_sizes(rule, strategy, self.mesh))
         if rule.kind == "random" and self.fused is None and outs[0] is not None:
@@ -219,9 +220,7 @@ class Cost:
         share = self.fused[op.name]
         return share._replace(reads=share.reads - kept.reads.get(op.name, frozenset()))
 
-    def _moved_again(
-        self, op: Op, ins: tuple[Placement, ...], outs: tuple[Placement | None, ...], launches: float
-    ) -> tuple[float, float]:
+    def _moved_again(self, op: Op, ins: tuple[Placement, ...], outs: tuple[Placement | None, ...], launches: float) -> tuple[float, float]:
         """Bytes and launches of a memory-bound op that runs again in backward."""
         read, written = frozenset(t.name for t in memory.reads(op)), frozenset(t.name for t in memory.writes(op))
         if op.name in self.halves.recompute:

@@ -56,11 +56,12 @@ def of(found: Found, fusion: str) -> Kernels:
 
 def planned(found: Found) -> Kernels:
     """What the program answered."""
-    assert isinstance(found.answer, Solution) and found.formulated.cost.fused is not None
+    together = found.formulated.cost.fused
+    assert isinstance(found.answer, Solution) and together is not None
     f, decision = found.formulated, found.answer.decision
     graph, q = f.program.graph, f.program.q
     free = frozenset(op.name for op in graph.ops if is_view(op, found.rules[op.name]))
-    shares = {op.name: f.cost.share(op, found.rules[op.name]) for op in graph.ops if op.name in f.cost.fused}
+    shares = {op.name: f.cost.share(op, found.rules[op.name]) for op in graph.ops if op.name in together}
     reruns = {f.names.reruns[i] for i in decision.rerun}
     again = frozenset(op.name for op in graph.ops if op.direction == "forward" and (q.rep[op.name], q.segment[op.name]) in reruns)
     kept: dict[str, Tensor] = {}
@@ -74,7 +75,9 @@ def planned(found: Found) -> Kernels:
                 aside += besides(f.program, f.cost, name, kept[name].nbytes * part)
     made = {t.name: op for op in graph.ops for t in op.outputs if t is not None}
     reader, heavy = _read_by(graph, free, found.rules, kept.keys(), again)
-    written = frozenset(t for op in graph.ops if op.direction == "forward" and op.name in shares for t in shares[op.name].writes) | kept.keys()
+    written = (
+        frozenset(t for op in graph.ops if op.direction == "forward" and op.name in shares for t in shares[op.name].writes) | kept.keys()
+    )
     exact, soft = ({n: t for n, t in kept.items() if (n in heavy) == is_heavy} for is_heavy in (True, False))
     return Kernels(shares, written, {}, exact, soft, made, reader, free, tuple(aside), again)
 

@@ -76,8 +76,15 @@ RUNTIMES = {
     r.name: r
     for r in (
         Runtime(
-            "autopar", fusion="compiled", context_hidden=False, context_even=False, hops="always", data_exposed=0.0, accumulated_bytes=2.0,
-            by_halves=True, clears_gradients=False,
+            "autopar",
+            fusion="compiled",
+            context_hidden=False,
+            context_even=False,
+            hops="always",
+            data_exposed=0.0,
+            accumulated_bytes=2.0,
+            by_halves=True,
+            clears_gradients=False,
         ),
         _MEGATRON,
         replace(_MEGATRON, name="megatron-overlap", tensor_hidden=PIPELINED, data_exposed=OVERLAPPED),

@@ -75,14 +75,24 @@ def told(name: str, layout: str, link_faster: float = 1.0) -> Told:
     walked = price(parts, plan, p.graph, cost, training, "sim").step_time_s
     model, loss_fn = ZOO[name].build(2).train(), ZOO[name].compile.get("loss_fn")
     said = autopar.predict(model, inputs, where, sizes, global_batch=BATCH, runtime=RUNTIME, loss_fn=loss_fn, precision=None).step_time_s
-    only = {"tp": [sizes.tp], "cp": [1], "pp": [1], "micro_batch": [sizes.micro_batch], "zero": [sizes.zero], "recompute": ["none"], "offload": False}
+    only = {
+        "tp": [sizes.tp],
+        "cp": [1],
+        "pp": [1],
+        "micro_batch": [sizes.micro_batch],
+        "zero": [sizes.zero],
+        "recompute": ["none"],
+        "offload": False,
+    }
     (found,) = autopar.search(
         model, inputs, where, global_batch=BATCH, top_k=1, runtime=RUNTIME, memory=1e15, loss_fn=loss_fn, precision=None, options=only
     )
     return Told(plan.predicted["step_time_s"], walked, said, found.prediction.step_time_s)
 
 
-GRID = [(name, layout, faster) for name in ("llama", "gpt2", "bert", "qwen3", "gemma3", "t5") for layout in LAYOUTS for faster in (1.0, 100.0)]
+GRID = [
+    (name, layout, faster) for name in ("llama", "gpt2", "bert", "qwen3", "gemma3", "t5") for layout in LAYOUTS for faster in (1.0, 100.0)
+]
 QUICK = [("llama", "fsdp", 1.0), ("gpt2", "ddp", 100.0), ("llama", "fsdp+tp", 100.0)]
 
 
@@ -103,7 +113,10 @@ def main() -> None:
         for faster in [a.link_faster] if a.link_faster else (1.0, 100.0):
             found = told(a.model, layout, faster)
             assert all(math.isfinite(s) for s in found)
-            print(f"{a.model} {layout:<8} links x {faster:g}: {', '.join(f'{k} {s * 1e6:.3f} us' for k, s in found._asdict().items())}; apart {found.apart:.3%}", flush=True)
+            print(
+                f"{a.model} {layout:<8} links x {faster:g}: {', '.join(f'{k} {s * 1e6:.3f} us' for k, s in found._asdict().items())}; apart {found.apart:.3%}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -162,4 +162,7 @@ def test_what_forward_makes_for_backward_alone_does_not_run_there_unless_it_is_k
     cost, whole = cost_of(*ops), Placement.of((1024, 64))
     ran = cost.op(ops[1], lookup(ops[1]), {}, (whole, whole), (whole,))
     assert (ran.seconds, ran.bytes, ran.launches) == (0, 0, 0)
-    assert [(b.op, b.bytes, b.launches) for b in cost.kept("m", 100.0)] == [("m", 500.0, 1), ("d", 100.0, 0)]  # y and x are twice as wide, two of them
+    assert [(b.op, b.bytes, b.launches) for b in cost.kept("m", 100.0)] == [
+        ("m", 500.0, 1),
+        ("d", 100.0, 0),
+    ]  # y and x are twice as wide, two of them

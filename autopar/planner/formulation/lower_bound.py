@@ -77,9 +77,9 @@ def _least(whole: Formulator) -> dict[int, float]:
     """Account -> the least that the operators of all clusters take together."""
     found: dict[int, float] = defaultdict(float)
     whole.cluster_choices()
-    for _, _, times in whole.choices:
-        for a in {a for t in times for a in t}:
-            found[a] += min(t.get(a, 0.0) for t in times)
+    for _, _, taken in whole.choices:
+        for a in {a for t in taken for a in t}:
+            found[a] += min(t.get(a, 0.0) for t in taken)
     return found
 
 
