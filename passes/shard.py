@@ -8,7 +8,7 @@ where their last contribution is computed, so that only one is whole at a time.
 
 Rank-neutral: coordinates and random counters are graph inputs, groups have names that are the same on every rank.
 Requires: plan for every op of the graph. Provides: local shapes, `meta["direction"]` and `meta["op"]` (the op it is emitted for) on every
-node, `meta["kept"]` on those the plan keeps for backward. Bitwise per shard.
+node, `meta["kept"]`, the name of the captured value, on those the plan keeps for backward. Bitwise per shard.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Policy:
-    """Kept for backward at node `node`, in the device's memory or in another. times: of moving it there and back."""
+    """Kept for backward at node `node`, in the device's memory or in another. times: of writing it and reading it for that alone, and of moving it there and back."""
 
     node: int
     medium: str = DEVICE

@@ -4,6 +4,6 @@ To price a new kind of op: its FLOPs in `compute.py`, or what it moves in `memor
 """
 
 from autopar.cost.links import CollectiveCost
-from autopar.cost.model import Cost, OpCost
+from autopar.cost.model import Beside, Cost, OpCost
 
-__all__ = ["CollectiveCost", "Cost", "OpCost"]
+__all__ = ["Beside", "CollectiveCost", "Cost", "OpCost"]

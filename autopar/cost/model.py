@@ -4,6 +4,7 @@
     attention             launch + max( FLOPs / (g P), bytes / (eta B) )
     everything else       launch + bytes / (eta B)                          bytes: what is left of it after fusion
     random numbers        as these; drawn call by call, all that the operators of a draw move besides
+    keeping a value       bytes / (eta B), written and read, if forward would not have written it (`kept.py`)
     views                 0
 
 g, eta and rho are the cluster's fitted constants. Where it has curves, measured seconds of whole calls, those are the price instead:
@@ -21,9 +22,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from autopar.cost import compute, experts, links, memory
-from autopar.cost.fusion import Fused, fused
+from autopar.cost.fusion import Fused, Share, fused
 from autopar.cost.links import CollectiveCost
 from autopar.cost.recompute import LEAST, Halves, halves
 from autopar.errors import MeshError
@@ -46,14 +48,25 @@ DRAW_BYTES, DRAW_CALLS = 660.0, 37
 
 @dataclass(frozen=True)
 class OpCost:
-    """seconds on one rank; flops of products (zero for other ops); bytes to and from device memory."""
+    """seconds on one rank; flops of products (zero for other ops); bytes to and from device memory; launches: kernels, as a share where others are in them."""
 
     seconds: float
     flops: float
     bytes: float
+    launches: float = 0.0
 
 
 FREE = OpCost(0.0, 0.0, 0.0)
+
+
+class Beside(NamedTuple):
+    """What the kernel of an op of forward (half 0) or backward (1) does besides, because a value is kept."""
+
+    op: str
+    half: int
+    seconds: float
+    bytes: float
+    launches: float
 
 
 @dataclass(frozen=True)
@@ -88,49 +101,51 @@ class Cost:
         outs: tuple[Placement | None, ...],
         recompute: bool = False,
     ) -> OpCost:
-        """One run of `op` under `strategy` with its operands and outputs so placed (one placement for each of `op.inputs`). again: in backward, an op of forward."""
+        """One run of `op` under `strategy` with its operands and outputs so placed (one placement for each of `op.inputs`), without what it writes, or reads, only where it is
+        kept for backward (`kept`). recompute: in backward, an op of forward."""
         if memory.is_view(op, rule):
             return FREE
         flops = compute.flops(op, rule, strategy, self.mesh)
-        alone = read, written = frozenset(t.name for t in memory.reads(op)), frozenset(t.name for t in memory.writes(op))
-        launches: float = bool(written)
-        if rule.kind not in compute.HEAVY and self.fused is not None and op.name in self.fused:
-            read, written, launches = self.fused[op.name]
-        moved = memory.moved_bytes(op, ins, outs, self.mesh, read, written)
-        if recompute and op.name in self.halves.recompute:
-            times, launches, _ = self.halves.recompute[op.name]
-            moved = max(
-                LEAST * memory.moved_bytes(op, ins, outs, self.mesh, *alone),
-                times * memory.moved_bytes(op, ins, outs, self.mesh, frozenset(), alone[1]),
-            )
+        share = self.share(op, rule)
+        launches: float = share.launches
+        if recompute and rule.kind not in compute.HEAVY:
+            moved, launches = self._moved_again(op, ins, outs, launches)
+        else:
+            moved = memory.moved_bytes(op, ins, outs, self.mesh, share.reads, share.writes)
         if experts.is_experts(op):
             moved += experts.moved_bytes(op, compute.local_sizes(rule, strategy, self.mesh))
         if rule.kind == "random" and self.fused is None and outs[0] is not None:
             moved += DRAW_BYTES * math.prod(outs[0].local_shape(self.mesh))
             launches += DRAW_CALLS
         kind = compute.attention_kind(op, rule, strategy, self.mesh) if rule.kind == "attention" else rule.kind
-        return OpCost(self.kernel_s(kind, compute.compute_dtype(op), flops, moved, launches), flops, moved)
+        return OpCost(self.kernel_s(kind, compute.compute_dtype(op), flops, moved, launches), flops, moved, launches)
 
     def least_s(self, op: Op, rule: Rule) -> float:
         """What one run of `op` takes at least, however it is split: all its work and all its bytes evenly over all devices. Nothing is said where rates are measured,
         which may be anything."""
         if memory.is_view(op, rule) or self.cluster.device.curves:
             return 0.0
-        read, written = frozenset(t.name for t in memory.reads(op)), frozenset(t.name for t in memory.writes(op))
-        launches: float = bool(written)
-        if rule.kind not in compute.HEAVY and self.fused is not None and op.name in self.fused:
-            read, written, launches = self.fused[op.name]
+        read, written, launches = self.share(op, rule)
         outs = tuple(None if t is None else Placement.of(t.shape) for t in op.outputs)
         moved = memory.moved_bytes(op, tuple(Placement.of(t.shape) for t in op.inputs), outs, self.mesh, read, written) / self.mesh.size
         kind = compute.attention_kind(op, rule, {}, self.mesh) if rule.kind == "attention" else rule.kind
         return self.kernel_s(kind, compute.compute_dtype(op), compute.flops(op, rule, {}, self.mesh) / self.mesh.size, moved, launches)
+
+    def kept(self, tensor: str, nbytes: float) -> tuple[Beside, ...]:
+        """What keeping a result of forward takes, `nbytes` of it: nothing where forward writes it anyway."""
+        aside = self.halves.kept.asides.get(tensor)
+        if aside is None:
+            return ()
+        moved = [(tensor.split(".")[0], 0, (1 + aside.made_of) * nbytes, aside.launches)]
+        moved += [(op, 1, part * nbytes, 0.0) for op, part in aside.read.items()]
+        return tuple(Beside(op, half, self.kernel_s("cheap", "", 0.0, b, n), b, n) for op, half, b, n in moved)
 
     def stored(self, op: Op, recompute: bool = False) -> frozenset[str]:
         """Of a memory-bound op's results, those that are in memory though none of them is kept for backward. again: where it runs again there."""
         assert self.fused is not None
         if recompute:
             return self.halves.recompute[op.name].stored if op.name in self.halves.recompute else self.fused[op.name].writes
-        return self.halves.ahead[op.name].writes if op.name in self.halves.ahead else self.fused[op.name].writes
+        return self.halves.kept.ahead[op.name].writes if op.name in self.halves.kept.ahead else self.fused[op.name].writes
 
     def kernel_s(self, kind: str, dtype: str, flops: float, moved_bytes: float, launches: float) -> float:
         """One kernel, or several alike. kind: "attention", "causal_attention", either with "_backward", a kind of product (`compute.HEAVY`), or anything else, which is bound by memory."""
@@ -193,6 +208,32 @@ class Cost:
         if not moved_bytes:
             return 0.0
         return n * found.at(moved_bytes / n) - (0.0 if launches else found.at(0.0))
+
+    def share(self, op: Op, rule: Rule) -> Share:
+        """What one run in its own half reads and writes, whatever is kept."""
+        if rule.kind in compute.HEAVY or self.fused is None or op.name not in self.fused:
+            written = frozenset(t.name for t in memory.writes(op))
+            return Share(frozenset(t.name for t in memory.reads(op)), written, bool(written))
+        kept = self.halves.kept
+        if op.name in kept.ahead:
+            return kept.ahead[op.name]
+        share = self.fused[op.name]
+        return share._replace(reads=share.reads - kept.reads.get(op.name, frozenset()))
+
+    def _moved_again(self, op: Op, ins: tuple[Placement, ...], outs: tuple[Placement | None, ...], launches: float) -> tuple[float, float]:
+        """Bytes and launches of a memory-bound op that runs again in backward."""
+        read, written = frozenset(t.name for t in memory.reads(op)), frozenset(t.name for t in memory.writes(op))
+        if op.name in self.halves.recompute:
+            times, fresh, _ = self.halves.recompute[op.name]
+            least = LEAST * memory.moved_bytes(op, ins, outs, self.mesh, read, written)
+            return max(least, times * memory.moved_bytes(op, ins, outs, self.mesh, frozenset(), written)), float(fresh)
+        if self.fused is not None and op.name in self.fused:
+            read, written, launches = self.fused[op.name]
+        moved = memory.moved_bytes(op, ins, outs, self.mesh, read, written)
+        for t, p in zip(op.outputs, outs, strict=True):
+            if t is not None and p is not None and (aside := self.halves.kept.asides.get(t.name)) is not None:
+                moved += sum(aside.read.values()) * memory.local_bytes(t, p, self.mesh)
+        return moved, launches
 
     def _memory_s(self, nbytes: float) -> float:
         d = self.cluster.device

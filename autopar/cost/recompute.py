@@ -1,18 +1,19 @@
 """What memory-bound ops of forward move where they run again in backward, in company of the kernels there.
 
 An op that runs again reads and writes other things than it did in forward: a gate before the sum that wants it is made in that sum's kernel, of what the kernel
-reads anyway, and is in no memory at all (torch's min-cut partitioner calls that free). Next to a step in which all is kept,
+reads anyway, and is in no memory at all (torch's min-cut partitioner calls that free). Next to a step in which nothing is done for what
+is kept (`kept.py`),
 
     read      what the op is made of, down to what is kept or given: unless its kernel reads that already
-    written   its result, if anything else than the first kernel that uses it reads it, or that is a product
-    spared    the first kernel's read of it, if that makes it itself; forward's write of it, if that was for backward alone
+    written   its result, if anything else than the first kernel that uses it reads it, or that is a product; then these others read it
+    spared    the first kernel's read of what forward wrote anyway, if that kernel makes it itself
 
 What is left of it may be less than nothing; then the price is `LEAST` of the op by itself: what is as good as free is not made again for nothing. That others run again too
 is not looked at: then what is read in place of a result is read in place of several.
 
 What lies on the way, which backward itself does not read, is paid for by those that are made of it. An op has no such price if it needs something as large as what it makes that
-backward does not read otherwise: a sum of a product's result and what was before (that product's result would be kept in its place). It takes what it took in forward. But in
-place of what forward would not have written it may well be kept.
+backward does not read otherwise: a sum of a product's result and what was before (that product's result would be kept in its place). It takes what it takes by itself, and what its
+result takes to be read. But in place of what forward would not have written it may well be kept.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from autopar.cost.fusion import Share, Storages, fused, is_fusible, kernels
+from autopar.cost.kept import KeptOnly, kept_only
 from autopar.cost.memory import is_view, reads
 from autopar.graph.graph import Graph, Op, Tensor
 from autopar.rules.grammar import Rule
@@ -40,21 +42,21 @@ class RecomputeCost(NamedTuple):
 
 @dataclass(frozen=True)
 class Halves:
-    """Forward and backward compiled apart. ahead: shares of forward's ops, if nothing is kept; again: ops of forward that backward makes again."""
+    """Forward and backward compiled apart. recompute: ops of forward that backward makes again."""
 
-    ahead: Mapping[str, Share] = field(default_factory=dict)
+    kept: KeptOnly = field(default_factory=KeptOnly)
     recompute: Mapping[str, RecomputeCost] = field(default_factory=dict)
 
 
-def halves(graph: Graph, rules: Mapping[str, Rule], kept: Mapping[str, Share]) -> Halves:
-    """kept: `fused` of the whole graph."""
-    ahead = fused(replace(graph, ops=tuple(op for op in graph.ops if op.direction == "forward"), grads={}, buffer_updates={}), rules)
-    return Halves(ahead, _RecomputeCost(graph, rules, kept, ahead).run())
+def halves(graph: Graph, rules: Mapping[str, Rule], whole: Mapping[str, Share]) -> Halves:
+    """whole: `fused` of the graph."""
+    kept = kept_only(graph, rules, whole)
+    return Halves(kept, _RecomputeCost(graph, rules, kept).run())
 
 
 class _RecomputeCost:
-    def __init__(self, graph: Graph, rules: Mapping[str, Rule], kept: Mapping[str, Share], ahead: Mapping[str, Share]) -> None:
-        self.graph, self.rules, self.kept, self.ahead = graph, rules, kept, ahead
+    def __init__(self, graph: Graph, rules: Mapping[str, Rule], kept: KeptOnly) -> None:
+        self.graph, self.rules, self.ahead, self.asides = graph, rules, kept.ahead, kept.asides
         self.storages = Storages(graph, rules)
         self.backward = [op for op in graph.ops if op.direction == "backward"]
         self.tensors = {t.name: t for op in graph.ops for t in (*op.inputs, *op.outputs) if t is not None}
@@ -84,7 +86,7 @@ class _RecomputeCost:
 
     def of(self, op: Op, stored: frozenset[str]) -> RecomputeCost:
         results = [t for t in op.outputs if t is not None]
-        moved, launches = 0.0, False
+        moved, kept, launches = 0.0, 0.0, False
         sources = self.sources(op)
         for here, fuses in {(self.group[f.name], self.fuses(f)): None for t in results if (f := self.first.get(t.name)) is not None}:
             at_hand = self.at_hand[here] if fuses else ()
@@ -92,10 +94,15 @@ class _RecomputeCost:
             launches |= not fuses
         for t in results:
             if (first := self.first.get(t.name)) is not None:
-                fuses, others = self.fuses(first), self.readers[t.name] - {self.group[first.name]}
-                for_backward = t.name in self.kept[op.name].writes and t.name not in self.ahead[op.name].writes
-                moved += t.nbytes * ((not fuses or bool(others)) - fuses - for_backward)
-        if moved <= 0:
+                here, fuses = self.group[first.name], self.fuses(first)
+                others = self.readers[t.name] - {here} if op.name not in self.storages.constant else ()
+                moved += t.nbytes * (not fuses or bool(others))
+                if (aside := self.asides.get(t.name)) is not None:
+                    moved += t.nbytes * sum(part for r, part in aside.read.items() if not fuses or self.group[r] != here)
+                    kept += t.nbytes * (1 + aside.made_of + sum(aside.read.values()))
+                else:
+                    moved -= t.nbytes * fuses
+        if moved <= kept:
             # Then it is not kept: what its kernel reads is what it is made of, and so does what is made of it.
             self.free.add(op.name)
             for t in results:

@@ -392,6 +392,7 @@ def accounts(problem: Problem, decision: Decision) -> dict[tuple[str, str], floa
     busy: dict[int, float] = defaultdict(float)
     paid = [choice.times[x[c]] for c, choice in enumerate(problem.choices)]
     paid += [problem.reruns[r].times[x[problem.reruns[r].choice]] for r in decision.rerun]
+    paid += [problem.values[v].policies[k].times for v, kept in decision.kept.items() for k in kept]
     for (v, direction), used in decision.arcs.items():
         flow = {FORWARD: problem.values[v].forward, BACKWARD: problem.values[v].backward}[direction]
         paid += [flow.arcs[a].times for a in used] if flow is not None else []

@@ -80,12 +80,15 @@ def exposed_s(problem: Problem, decision: Decision) -> float:
 
 
 def _paid(problem: Problem, decision: Decision) -> Iterator[tuple[Times, bool]]:
-    """What operators take, and what moves values (True): that is all communication, whatever account it is in."""
+    """What operators take, also to keep their results, and what moves values (True): that is all communication, whatever account it is in."""
     x = decision.strategies
     for c, choice in enumerate(problem.choices):
         yield choice.times[x[c]], False
     for r in decision.rerun:
         yield problem.reruns[r].times[x[problem.reruns[r].choice]], False
+    for v, kept in decision.kept.items():  # written and read by kernels; what carries it elsewhere is in accounts of its own
+        for k in kept:
+            yield problem.values[v].policies[k].times, False
     for (v, direction), used in decision.arcs.items():
         flow = problem.values[v].forward if direction == FORWARD else problem.values[v].backward
         assert flow is not None

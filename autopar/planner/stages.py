@@ -221,7 +221,8 @@ class Stages:
             return self.with_low_memory_strategies(v, mesh, f, problem, -1.0, None)
         if seen.bound_s > far_s:
             raise _Far
-        if seen.price is not None and seen.price.feasible and not is_recomputed(problem, seen.decision):
+        # Memory of what runs again is known only at the strategies chosen.
+        if seen.price is not None and seen.price.feasible and not (self.training.counts and is_recomputed(problem, seen.decision)):
             spent = time.perf_counter() - start
             answer = Solution(seen.decision, seen.price, seen.bound_s, spent, seen.stopped_by, seen.variables, seen.rows)
             done = Found(mesh, problem, f.names, v.shrunk, v.rules, answer, f.formulated())

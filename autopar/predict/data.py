@@ -16,7 +16,8 @@ HSDP shards over `shard_ways` ranks, and sums over the replicas of them: all-red
 Where a runtime overlaps it, and it is once a step, a chunk's gradients are reduced from its last backward on, and its parameters gathered until its first
 forward is done; a rank with several chunks is done with most of them long before the step ends. So what is not ready before
 chunk k is must fit into what is left of the step from then on, R (v - k) / v <= window_k, and what does not fit is waited for. Every micro-batch's
-traffic runs beside all of the step. A share of it is waited for all the same (kernels that compete for the device, the first and the last of it):
+traffic runs beside all of the step; or, where the runtime does it by halves, gathers before forward beside forward, and gathers before backward and reductions beside backward, as in the
+stages of the integer program. A share of it is waited for all the same (kernels that compete for the device, the first and the last of it):
 max( share x traffic, what does not fit ).
 
 Source: Rajbhandari et al., "ZeRO", 2020, section 7; the share is fitted.
@@ -36,11 +37,12 @@ from autopar.predict.runtime import Runtime
 @dataclass(frozen=True)
 class Windows:
     """What traffic may run beside. before_s: from the start of the step to the end of a chunk's first forward; after_s: from the start of its last backward to the
-    end of the step, of every chunk of a rank; step_s: compute of the rank, all micro-batches."""
+    end of the step, of every chunk of a rank; step_s: compute of the rank, all micro-batches, halves_s: forward and backward of it."""
 
     before_s: tuple[float, ...] = ()
     after_s: tuple[float, ...] = ()
     step_s: float = 0.0
+    halves_s: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,10 @@ def _parts(
     if layout.zero == 2:
         return [(gather + micro_batches * scatter + replicate, step_windows)]
     gathers = 2 if layout.reshard_after_forward else 1
+    if runtime.by_halves:
+        forward_s, backward_s = windows.halves_s
+        again = gather if layout.reshard_after_forward else 0.0
+        return [(micro_batches * gather, (forward_s,)), (micro_batches * (again + scatter) + replicate, (backward_s,))]
     return [(micro_batches * (gathers * gather + scatter) + replicate, step_windows)]
 
 

@@ -73,7 +73,7 @@ class _Reader:
         self.decision = found.answer.decision
         self.q, self.mesh, self.fusion = found.names.symmetry, found.mesh, fusion
         self.graph: Graph = self.q.graph
-        self.kernels = kernels.of(self.graph, self.rules, fusion)
+        self.kernels = kernels.of(found, fusion)
         self.cl = self.names.clusters
         self.place = self.places()
         self.maker = self.kernels.maker
@@ -86,6 +86,7 @@ class _Reader:
     def run(self) -> tuple[Piece, ...]:
         for op in self.graph.ops:
             self.operator(op)
+        self.kept()
         self.recompute()
         self.transfers()
         self.memory()
@@ -136,28 +137,45 @@ class _Reader:
         if self.is_free(op):
             return
         draft = self.drafts[self.place[op.name]]
-        half = draft.forward if op.direction == "forward" else draft.backward
+        halves = [draft.forward if op.direction == "forward" else draft.backward]
+        if op.name in self.kernels.again or (self.fusion == "compiled" and op.direction == "forward" and self.follows_a_parameter(op)):
+            halves.append(draft.backward)
         split, want, _ = self.placed(op)
-        task = self.task(op, self.share_of(op))
-        half.append(Workload({task: self.share(op)} if task else {}))
-        for kind, axes, sent in inside(op, rule, split, want, self.mesh):  # equal ones too: a softmax has a maximum and a sum
-            half.append(Workload({}, {Transfer(kind, self.user_axes(axes), sent): self.share(op)}))
+        for again, half in enumerate(halves):
+            task = self.task(op, self.share_of(op), bool(again))
+            half.append(Workload({task: self.share(op)} if task else {}))
+            for kind, axes, sent in inside(op, rule, split, want, self.mesh):  # equal ones too: a softmax has a maximum and a sum
+                half.append(Workload({}, {Transfer(kind, self.user_axes(axes), sent): self.share(op)}))
+
+    def kept(self) -> None:
+        """What kernels do because values are kept."""
+        for b, count in self.kernels.besides:
+            draft, often = self.drafts[self.place[b.op]], count / self.copies(self.place[b.op])
+            (draft.backward if b.half else draft.forward).append(Workload({Task(MEMORY, "", 0.0, b.bytes, b.launches): often}))
+
+    def follows_a_parameter(self, op: Op) -> bool:
+        """Whether what it makes follows from a parameter alone, and backward reads it: it is made again there."""
+        return self.found.formulated.is_chained(op) and any(
+            r.direction == "backward" or self.follows_a_parameter(r) for t in op.outputs if t is not None for r, _ in self.readers[t.name]
+        )
 
     def is_free(self, op: Op) -> bool:
         return op.name in self.kernels.free
 
     def share_of(self, op: Op) -> Share:
-        k = self.kernels.forward if op.direction == "forward" else self.kernels.backward
         # Losses written by hand go call by call, but for those that a compiler fuses.
         by_itself = self.fusion != "compiled" and self.place[op.name] == 2 * len(self.q.stacks)
-        if by_itself or self.rules[op.name].is_heavy or op.name not in k:
+        if by_itself or self.rules[op.name].is_heavy or op.name not in self.kernels.shares:
             return Share(frozenset(t.name for t in reads(op)), frozenset(t.name for t in writes(op)), True)
-        return k[op.name]
+        return self.kernels.shares[op.name]
 
-    def task(self, op: Op, share: Share) -> Task | None:
+    def task(self, op: Op, share: Share, again: bool = False) -> Task | None:
         rule: Rule = self.rules[op.name]
         split, want, made = self.placed(op)
-        moved = moved_bytes(op, want, made, self.mesh, share.reads, share.writes)
+        moved, launches = moved_bytes(op, want, made, self.mesh, share.reads, share.writes), float(share.launches)
+        if self.fusion == "compiled":
+            cost = self.found.formulated.cost.op(op, rule, split, want, made, again)
+            moved, launches = cost.bytes, cost.launches
         for i, t in enumerate(op.inputs):
             if t.name in share.reads and (op.name, t.name) in self.kernels.instead:
                 part = want[i].share(self.mesh)
@@ -170,7 +188,7 @@ class _Reader:
             ways = math.prod(self.mesh.axis_size(a) for a in split)
             square = whole / compute.seen(op, rule) if compute.seen(op, rule) else whole
             kind = compute.attention_kind(op, rule, split, self.mesh)
-            return Task(kind, dtype, compute.flops(op, rule, split, self.mesh), moved, 1.0, whole / ways, square / ways)
+            return Task(kind, dtype, compute.flops(op, rule, split, self.mesh), moved, 1.0, whole / ways, square / ways, again=again)
         flops = compute.flops(op, rule, split, self.mesh)
         if flops:
             grads = [
@@ -178,8 +196,8 @@ class _Reader:
                 for t, p in zip(op.outputs, made, strict=True)
                 if t is not None and p is not None and self.is_gradient(t)
             ]
-            return Task(MATMUL, dtype, flops, moved, 1.0, weights=float(sum(grads)))
-        return Task(MEMORY, "", 0.0, moved, float(share.launches)) if moved or share.launches else None
+            return Task(MATMUL, dtype, flops, moved, 1.0, weights=float(sum(grads)), again=again)
+        return Task(MEMORY, "", 0.0, moved, launches, again=again) if moved or launches else None
 
     def is_gradient(self, t: Tensor) -> bool:
         """Whether it is a parameter's gradient, also through views."""
@@ -263,8 +281,7 @@ class _Reader:
         op = self.maker.get(t.name)
         if op is None:
             return []
-        share = self.kernels.forward.get(op.name)
-        if not is_fusible(op, self.rules[op.name]) or (share is not None and t.name in share.writes):
+        if not is_fusible(op, self.rules[op.name]) or t.name in self.kernels.written:
             return [t]
         return [x for i in op.inputs for x in self.sources(i)]
 

@@ -11,8 +11,10 @@ balanced           a pipeline's layers are dealt so that ranks have as many FLOP
 hops               what a pipeline's ranks hand on runs beside compute: "always", "interleaved", where ranks hold several chunks, "never"; else sender and
                    receiver wait for it (Megatron-LM exchanges so, and since 2023 not where it interleaves: overlap_p2p_comm)
 data_exposed       share of data-parallel traffic that is waited for, however much compute there is beside it: 1 where none is overlapped
+by_halves          traffic of every micro-batch (ZeRO-3) runs beside the half that it is for: what forward gathers beside forward; else beside all of the step
 accumulated_bytes  moved per element of a weight's gradient by the product that makes it: 2 where it is written in half precision, 8 where it is
                    added to one in single precision: half of it read, which devices that read ahead do beside the product
+clears_gradients   whether the step of the optimizer clears gradients that a rank holds whole, and reads them (`Cost.optimizer_s`)
 grad_bytes, reduce_bytes, param_bytes, master_bytes, moment_bytes    of an element of a gradient, of
                    what is reduced, of a compute copy, of what the optimizer steps, of its moments
 fragmented         in a pipeline, of what is not state: so much more the allocator takes, where forwards and backwards of several micro-batches take turns
@@ -42,7 +44,9 @@ class Runtime:
     balanced: bool = False
     hops: str = "interleaved"
     data_exposed: float = 1.0
+    by_halves: bool = False
     accumulated_bytes: float = 8.0
+    clears_gradients: bool = True
     grad_bytes: float = 4.0
     reduce_bytes: float = 4.0
     param_bytes: float = 2.0
@@ -72,7 +76,15 @@ RUNTIMES = {
     r.name: r
     for r in (
         Runtime(
-            "autopar", fusion="compiled", context_hidden=False, context_even=False, hops="always", data_exposed=0.0, accumulated_bytes=2.0
+            "autopar",
+            fusion="compiled",
+            context_hidden=False,
+            context_even=False,
+            hops="always",
+            data_exposed=0.0,
+            accumulated_bytes=2.0,
+            by_halves=True,
+            clears_gradients=False,
         ),
         _MEGATRON,
         replace(_MEGATRON, name="megatron-overlap", tensor_hidden=PIPELINED, data_exposed=OVERLAPPED),

@@ -83,12 +83,13 @@ def step(
                 run.first_forward_s[r],
                 tuple(run.total_s - end + times.backward_s[r + c * layout.pp] for c, end in enumerate(run.last_backward_s[r])),
                 run.busy_s[r],
+                (micro_batches * sum(times.forward_s[r :: layout.pp]), micro_batches * sum(times.backward_s[r :: layout.pp])),
             ),
         ).exposed_s
         for r, mine in enumerate(ranks)
     ]  # fmt: skip
     ways = sharded_over(layout, dp)
-    updates = [update_s(memory.params_of(mine), layout, cost, ways, optimizer) for mine in ranks]
+    updates = [update_s(memory.params_of(mine), layout, runtime, cost, ways, optimizer) for mine in ranks]
     last = max(range(layout.pp), key=lambda r: waits[r] + updates[r])
     slowest = max(range(layout.pp), key=lambda r: run.busy_s[r])
     work = sum((s for c in range(layout.virtual) for s in (forward[slowest + c * layout.pp], backward[slowest + c * layout.pp])), NOTHING)
@@ -203,9 +204,10 @@ def _hop_s(pieces: Sequence[Piece], layout: Layout, cost: Cost) -> float:
     return sent_s + cost.collective("all_gather", cost.mesh.children("tp"), nbytes * (alike - 1) / alike).seconds
 
 
-def update_s(params: Held, layout: Layout, cost: Cost, ways: int, optimizer: str | type) -> float:
+def update_s(params: Held, layout: Layout, runtime: Runtime, cost: Cost, ways: int, optimizer: str | type) -> float:
     mine = params.dense / ways + params.experts / experts_over(layout, ways)
-    return cost.optimizer_s(mine, kind_of(optimizer).traffic_bytes, mine if layout.zero == 3 else params.total)
+    whole = mine if layout.zero == 3 else params.total
+    return cost.optimizer_s(mine, kind_of(optimizer).traffic_bytes, whole if runtime.clears_gradients else 0.0)
 
 
 def model_flops(pieces: Sequence[Piece], square: bool) -> float:
@@ -217,5 +219,5 @@ def model_flops(pieces: Sequence[Piece], square: bool) -> float:
                 if t.is_core:
                     total += max(1, p.layers) * times * n * (t.square_flops if square else t.even_flops)
         for workload in (p.forward, p.backward):
-            total += max(1, p.layers) * sum(n * t.flops for t, n in workload.tasks.items() if not t.square_flops)
+            total += max(1, p.layers) * sum(n * t.flops for t, n in workload.tasks.items() if not t.square_flops and not t.again)
     return total

@@ -100,7 +100,7 @@ class Bounds:
         share = min(1.0, self.runtime.data_exposed)
         for rank, mine in enumerate(params):
             moved_s = traffic(mine, layout, self.runtime, cost, shape.dp, m, Windows()).seconds
-            done_s = update_s(mine, layout, cost, ways, self.optimizer)
+            done_s = update_s(mine, layout, self.runtime, cost, ways, self.optimizer)
             last = rank + (schedule.chunks - 1) * shape.pp
             beside_s = (m - 1) * (times.forward_s[last] + times.backward_s[last]) if is_once_a_step(layout, m) else 0.0
             least = max(least, run_s + share * moved_s + done_s, moved_s + beside_s + done_s)

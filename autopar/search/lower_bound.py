@@ -3,7 +3,8 @@
 Whatever the strategies on w devices that share a micro-batch, each does at least 1/w of every kernel's FLOPs, reads and writes at least 1/w of its bytes, launches it all the
 same, and holds at least 1/w of every parameter and of everything kept: its part of a tensor is never smaller than the tensor over w. Communication takes no
 less than nothing. What kernels there are, and which results they keep, does not depend on strategies (`autopar.predict.fused_kernels`). So `shared(pieces, w)` is, quantity by
-quantity, at most what any solution on w devices is.
+quantity, at most what any solution on w devices is. For our own runtime that is so where w devices keep what one does: of a result that is made again for about what keeping it takes,
+launches may decide otherwise.
 """
 
 from __future__ import annotations

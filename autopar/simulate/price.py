@@ -4,6 +4,7 @@
     step     the sum of its stages
 
     an operator                     compute of the half in which its calls stand; one that runs again is charged to backward too
+    a value kept for backward       compute of the ops that write it, and read it, where forward's kernels would not have written it
     a collective of parameters      its link (issued a layer ahead), in each half that gathers
     a collective of gradients       its link (awaited a layer later)
     either of these                 compute too, by the cluster's `contention`
@@ -40,6 +41,7 @@ from autopar.plan.plan import Plan
 from autopar.planner.formulation.training import TrainingConfig, optimizer_s
 from autopar.rules import lookup
 from autopar.rules.strategy import placements
+from autopar.simulate.written_bytes import saved_tensors
 
 STAGES = ("forward", "backward", "optimizer")
 COMPUTE = "compute"
@@ -126,6 +128,7 @@ def charges(parts: Parts, plan: Plan, graph: Graph, cost: Cost, prefix: str) -> 
     """Of both halves, in order."""
     ops = {op.name: op for op in graph.ops}
     one = replace(cost, mesh=Mesh.of({}))
+    kept_s = _kept_s(parts, cost)
     out: list[Charge] = []
     for stage, gm in (("forward", parts.forward), ("backward", parts.backward)):
         if gm is None:
@@ -138,7 +141,8 @@ def charges(parts: Parts, plan: Plan, graph: Graph, cost: Cost, prefix: str) -> 
             if n in bearers:
                 op = bearers[n]
                 recompute = op.direction != stage and n not in fixed
-                out.append(Charge(n, stage, COMPUTE, _seconds(n, op, plan, cost, one, recompute), op.name))
+                aside_s = 0.0 if recompute else kept_s.get(op.name, 0.0)
+                out.append(Charge(n, stage, COMPUTE, _seconds(n, op, plan, cost, one, recompute) + aside_s, op.name))
                 if is_experts(op):
                     for kind, axes, sent in exchanged(op, lookup(op), plan.ops[op.name].strategy, _placed(op, plan)[0], cost.mesh):
                         c = cost.collective(kind, axes, sent)
@@ -174,8 +178,17 @@ def _runs(nodes: Sequence[fx.Node], ops: Mapping[str, Op], stage: str, fixed: se
             yield op, own[-1]
 
 
+def _kept_s(parts: Parts, cost: Cost) -> dict[str, float]:
+    """By operator, what it takes to write what is saved, and to read it, besides what it does anyway."""
+    found: dict[str, float] = defaultdict(float)
+    for tensor, nbytes in saved_tensors(parts).items():
+        for beside in cost.kept(tensor, nbytes):
+            found[beside.op] += beside.seconds
+    return found
+
+
 def _seconds(n: fx.Node, op: Op, plan: Plan, cost: Cost, one: Cost, recompute: bool) -> float:
-    """Of one run. one: prices on a mesh of one device; again: in backward, an operator of forward."""
+    """Of one run. one: prices on a mesh of one device; recompute: in backward, an operator of forward."""
     if local.lookup(op.target) is None:
         here = _as_called(n, op)
         ins = tuple(_whole(t) for t in here.inputs)

@@ -16,10 +16,11 @@ from torch import fx
 
 from autopar import _torch
 from autopar.cost import Cost
-from autopar.graph.calls import is_collective, part_bytes, shares_storage
+from autopar.graph.calls import is_collective, is_transfer, is_wait, nbytes, part_bytes, shares_storage
 from autopar.graph.graph import Graph, Op
 from autopar.passes import local
 from autopar.passes.partition import Parts
+from autopar.passes.sharding.operators import HOLDS
 from autopar.rules import lookup
 
 _COPY = "aten.clone.default"
@@ -44,6 +45,18 @@ def stored(graph: Graph, cost: Cost, backward: fx.GraphModule | None = None) -> 
         return [b if made and _leaves(n, op) else 0 for b in part_bytes(n)]
 
     return sizes
+
+
+def saved_tensors(parts: Parts) -> dict[str, int]:
+    """Names of captured values that are saved for backward, wherever they are meanwhile -> bytes of what is saved of them; what they are views of is among them."""
+    found: dict[str, int] = {}
+    results = _torch.results_of(parts.forward.graph)
+    for n in results[len(results) - len(parts.saved) :] if parts.saved else ():
+        while n is not None:
+            for name in (*([n.meta["kept"]] if "kept" in n.meta else []), *(held for held, _ in n.meta.get(HOLDS, ()))):
+                found.setdefault(name, nbytes(n))
+            n = n.args[0] if is_transfer(n) or is_wait(n) else shares_storage(n)
+    return found
 
 
 def with_saved(parts: Parts, sizes: Callable[[fx.Node], list[int]], nothing: Collection[fx.Node] = ()) -> Callable[[fx.Node], list[int]]:

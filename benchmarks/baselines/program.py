@@ -154,7 +154,7 @@ class Program:
         names = {n: OFFLOAD + n for n in whole}
         sharded = self.sharded(replace(self.base, kept=whole, activations=names))
         for n in sharded.gm.graph.nodes:
-            if n.meta.pop("kept", False):
+            if n.meta.pop("kept", ""):
                 n.meta["label"] = n.meta.pop(OFFLOADED)
         return sharded
 
@@ -165,7 +165,7 @@ class Program:
             for mark in ("kept", OFFLOADED):
                 n.meta.pop(mark, None)
             if label in plan.kept:
-                n.meta |= {"kept": True} | ({OFFLOADED: plan.offload[label]} if label in plan.offload else {})
+                n.meta |= {"kept": label} | ({OFFLOADED: plan.offload[label]} if label in plan.offload else {})
         return self.labelled
 
     def price(self, plan: Plan, parts: Parts) -> Price:

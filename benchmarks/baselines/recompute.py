@@ -16,6 +16,7 @@ from torch import fx
 from autopar.capture.describe import describe_calls
 from autopar.cost import Cost
 from autopar.cost.fusion import fused
+from autopar.cost.recompute import Halves
 from autopar.graph.calls import is_issue, is_wait, part_bytes
 from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
@@ -37,7 +38,7 @@ def _half(gm: fx.GraphModule, cost: Cost, seconds: dict[fx.Node, float], sizes: 
     graph, nodes = describe_calls(gm.graph.nodes, gm.graph.output_node().args[0])
     rules = {op.name: lookup(op) for op in graph.ops}
     shares = fused(graph, rules)
-    one = replace(cost, mesh=Mesh.of({}), fused=shares)
+    one = replace(cost, mesh=Mesh.of({}), fused=shares, halves=Halves())
     for op in graph.ops:
         n = nodes[op.name]
         if is_issue(n) or is_wait(n):

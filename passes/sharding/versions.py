@@ -37,7 +37,7 @@ class Versions:
     def keep(self, name: str, placement: Placement, node: fx.Node) -> None:
         """Marks the version that the plan keeps, so that backward does not make it again with an operator that is."""
         if self.emit.direction == "forward" and self.plan.kept.get(name) == placement:
-            node.meta["kept"] = True
+            node.meta["kept"] = name
             if name in self.plan.offload:
                 node.meta[OFFLOADED] = self.plan.offload[name]
 

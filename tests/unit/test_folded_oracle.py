@@ -193,11 +193,11 @@ def whole(f: Folded, small: Formulator, cluster: Cluster, training: TrainingConf
     want, made = (
         {op.name: [places[rep[op.name]][s] for s in left[cl.of[rep[op.name]]]] for op in f.graph.ops} for places in (cl.want, cl.made)
     )
-    alone.take(together.Clusters(apart, of, want, made, alone.clusters.chain, alone.clusters.maker))
     names = small.names
     like += [len(cl.clusters), names.inputs, *(names.storage[tensor_rep[t.name]][0] for t in f.graph.params.values())]
     if only is not None:
         alone.only = [only[c] for c in like]
+    alone.take(together.Clusters(apart, of, want, made, alone.clusters.chain, alone.clusters.maker))
     problem, names = alone.run()
     assert [len(c.labels) for c in problem.choices] == [1 if only else len(small.choices[c][1]) for c in like]
     # Tensors of a class that are read alike decide alike; so do all operators of a class.
@@ -429,7 +429,8 @@ class Oracle:
         for v in self.whole.values[g]:
             value = self.problem.values[v]
             if kept is not None:
-                out += self.takes(("y", v, policy_at(value, value.nodes.index(kept))))
+                k = policy_at(value, value.nodes.index(kept))
+                out += self.takes(("y", v, k), value.policies[k].times)
             for labels, (a, times) in self.arcs(v, direction).items():
                 if labels in arcs:
                     out += self.takes(("e", v, direction, a), times)

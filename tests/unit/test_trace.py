@@ -34,14 +34,13 @@ def profile(name: str = "plain") -> Profile:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_calls_take_what_was_priced(name: str) -> None:
-    """By stage and stream; what blocks is paid on compute too, what runs beside it by the cluster's contention. Copies to the host take no time of a stage."""
+    """By stage and stream; what blocks is paid on compute too, what runs beside it by the cluster's contention."""
     done, p = planned(name)[0], profile(name)
     mine: dict[tuple[str, str], float] = defaultdict(float)
     for c in p.calls:
         what, stage = p.whats[c.what], p.regions[c.at.region].stage
         seconds = c.times * c.seconds
-        if what.stream == COMPUTE or what.axes:
-            mine[stage, what.stream] += seconds
+        mine[stage, what.stream] += seconds
         if what.axes and (share := 1.0 if c.wait is None else p.contention):
             mine[stage, COMPUTE] += share * seconds
     solution = done.solution

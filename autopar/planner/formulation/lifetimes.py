@@ -94,11 +94,7 @@ class Lifetimes:
 
     def stack_of(self, position: int) -> int | None:
         """The repeated stack that an operator is of."""
-        return self.stacks.get(self.program.graph.ops[position].name)
-
-    @cached_property
-    def stacks(self) -> dict[str, int]:
-        return {n: i for i, s in enumerate(self.program.q.stacks) for copies in (s.forward, s.backward) for names in copies for n in names}
+        return self.program.stack_of.get(self.program.graph.ops[position].name)
 
     def readers_through_views(self, name: str) -> list[str]:
         out: list[str] = []

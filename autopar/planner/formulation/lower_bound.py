@@ -20,6 +20,7 @@ from autopar.planner.formulation.formulated import Formulated
 from autopar.planner.formulation.memory_rows import rows
 from autopar.planner.formulation.problem import Formulator
 from autopar.planner.formulation.training import optimizer_s
+from autopar.planner.formulation.where_kept import times
 from autopar.rules.grammar import Rule
 from autopar.solver.problem import Choice, End, Flow, Policy, Problem, Rerun, Value
 from autopar.solver.shrink import Shrunk
@@ -31,23 +32,23 @@ def lower_bound_problem(f: Formulated, problem: Problem, whole: Formulator) -> P
     least = _least(whole)
     c0 = f.fixed
     choices = [Choice(c.name, ("ideal",), ({},)) for c in problem.choices]
-    times: dict[int, float] = defaultdict(float)
+    spent: dict[int, float] = defaultdict(float)
     backward = account(1, "compute")
     by_name = {op.name: op for op in whole.program.q.classes.ops}
     for a, seconds in least.items():
-        times[a] += seconds
+        spent[a] += seconds
     for t in f.program.q.classes.params.values():
         if t.name in f.program.trained:
             share = f.program.q.count(t.name) * optimizer_s(f.cost, f.training, t.numel / f.mesh.size)
-            times[account(2, "compute")] += share
-    choices[c0] = replace(choices[c0], times=(dict(times),))
+            spent[account(2, "compute")] += share
+    choices[c0] = replace(choices[c0], times=(dict(spent),))
     values = [
         Value(
             v.name,
             ("",),
             _flow(v.forward),
             None if v.backward is None else _flow(v.backward),
-            tuple({f.medium: Policy(0, f.medium) for f in v.policies}.values()),
+            _policies(f, v),
         )
         for v in problem.values
     ]
@@ -76,10 +77,17 @@ def _least(whole: Formulator) -> dict[int, float]:
     """Account -> the least that the operators of all clusters take together."""
     found: dict[int, float] = defaultdict(float)
     whole.cluster_choices()
-    for _, _, times in whole.choices:
-        for a in {a for t in times for a in t}:
-            found[a] += min(t.get(a, 0.0) for t in times)
+    for _, _, taken in whole.choices:
+        for a in {a for t in taken for a in t}:
+            found[a] += min(t.get(a, 0.0) for t in taken)
     return found
+
+
+def _policies(f: Formulated, value: Value) -> tuple[Policy, ...]:
+    """How a value may be kept, of which a device has its share; what carries it elsewhere is free."""
+    media = dict.fromkeys(policy.medium for policy in value.policies)
+    spent = times(f.program, f.cost, value.name, f.wires[value.name].nbytes / f.mesh.size)
+    return tuple(Policy(0, medium, spent) for medium in media)
 
 
 def _flow(f: Flow) -> Flow:

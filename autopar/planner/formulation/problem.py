@@ -67,7 +67,7 @@ class Formulator:
         """`found` are the clusters from here on, and there is no value yet."""
         self.clusters = self.names.clusters = found
         self.times = Times(self.program, found, self.cost, self.mesh)
-        self.wires = Wires(self.program, found, self.mesh, self.cost, self.training, self.names)
+        self.wires = Wires(self.program, found, self.mesh, self.cost, self.training, self.names, self.only is not None)
 
     def formulated(self) -> Formulated:
         """What was made, behind `run`."""

@@ -41,6 +41,11 @@ class Program:
         given = {t.name for t in (*g.inputs, *g.tangents, *g.params.values(), *g.buffers.values())}
         return [t for n, t in g.tensors.items() if n not in made and n not in given]
 
+    @cached_property
+    def stack_of(self) -> dict[str, int]:
+        """Operator -> the repeated stack that it is of."""
+        return {n: i for i, s in enumerate(self.q.stacks) for copies in (s.forward, s.backward) for names in copies for n in names}
+
     def is_chained(self, op: Op, clusters: Clusters) -> bool:
         """Whether what `op` makes follows from one parameter alone."""
         return op.outputs[0] is not None and self.q.tensor_rep[op.outputs[0].name] in clusters.chain

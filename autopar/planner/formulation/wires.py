@@ -41,9 +41,13 @@ class Wire:
 
 
 class Wires:
-    """All values of a program. names: told what the arcs' tensors are."""
+    """All values of a program. names: told what the arcs' tensors are. is_decided: of every choice one strategy is left; then nothing is supplied where only another would,
+    and what a reader has brought may be taken further."""
 
-    def __init__(self, program: Program, clusters: Clusters, mesh: Mesh, cost: Cost, training: TrainingConfig, names: Names) -> None:
+    def __init__(
+        self, program: Program, clusters: Clusters, mesh: Mesh, cost: Cost, training: TrainingConfig, names: Names, is_decided: bool = False
+    ) -> None:
+        self.is_decided = is_decided
         self.program, self.clusters, self.mesh, self.cost, self.training, self.names = program, clusters, mesh, cost, training, names
         self.all: dict[str, Wire] = {}
         self.renamed: dict[str, list[int]] = {}  # by value of which nodes were merged: what each became
@@ -111,8 +115,10 @@ class Wires:
             supplied[1] |= supplied[0]  # a view, made again where it was made
         if w.policies and demanded[1]:
             keepable = sorted(n for n in supplied[0] | demanded[0] if not places[n].partial or n in demanded[1])
-            ways = policies(self.training, self.cost, {n: w.nbytes * places[n].share(self.mesh) for n in keepable}, w.count)
+            ways = policies(self.program, self.training, self.cost, w.name, {n: w.nbytes * places[n].share(self.mesh) for n in keepable})
             supplied[1] |= set(keepable) | supplied[0]
+        if self.is_decided:
+            supplied = {d: supplied[d] | demanded[d] for d in (0, 1)}
         forward = Flow(self.arcs(w, supplied[0], demanded[0] | {way.node for way in ways}, 0), tuple(w.supplies[0]), tuple(w.demands[0]))
         backward = None
         if demanded[1]:

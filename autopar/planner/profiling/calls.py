@@ -6,6 +6,7 @@ stretch after (`autopar.planner.formulation.overlap_windows`); so are copies to 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 
 from autopar.cost.compute import compute_dtype, flops
@@ -20,7 +21,7 @@ from autopar.planner.formulation.formulated import Formulated
 from autopar.planner.formulation.lifetimes import Lifetimes
 from autopar.planner.formulation.offload import in_flight
 from autopar.planner.formulation.recompute_chains import Chains
-from autopar.planner.formulation.where_kept import LINKS
+from autopar.planner.formulation.where_kept import LINKS, besides
 from autopar.planner.profiling.places import OUTSIDE, Home, Places
 from autopar.solver.evaluate import variables_on
 from autopar.solver.problem import DEVICE, Decision, Problem
@@ -41,6 +42,7 @@ class Calls:
         self.found: list[Call] = []
         self.whats: dict[What, int] = {}
         self.recompute = {f.names.reruns[i] for i in decision.rerun}
+        self.kept_s = self._kept_s()
         self.runs_at = self._when_again()
         self.by_flops: dict[str, float] = {}
         for i, op in enumerate(self.graph.ops):
@@ -51,9 +53,8 @@ class Calls:
                 self._brought(v, direction, tensor, [(s.kind, s.axes, s.wire_bytes(f.mesh, 1)) for s in steps])
         for v, kept in decision.kept.items():
             for k in kept:
-                if problem.values[v].policies[k].medium != DEVICE:
-                    for tensor in self.q.members[problem.values[v].name]:
-                        self._moved(v, k, tensor)
+                for tensor in self.q.members[problem.values[v].name] if problem.values[v].policies[k].medium != DEVICE else ():
+                    self._moved(v, k, tensor)
         stepping = sum(choice.times[self.x[c]].get(account(2, COMPUTE), 0.0) for c, choice in enumerate(problem.choices))
         self._emit(OUTSIDE, What("optimizer step", "", COMPUTE), stepping, 0.0, Spot(len(places.regions) - 1, 0, 0, RUN))
 
@@ -81,6 +82,18 @@ class Calls:
                 found[op.name] = self.life.earliest[op.name]
         return found
 
+    def _kept_s(self) -> dict[str, float]:
+        """By operator, what it takes longer because values are kept: forward's write them, backward's read them."""
+        found: dict[str, float] = defaultdict(float)
+        for v, policies in self.decision.kept.items():
+            value = self.problem.values[v]
+            for k in policies:
+                size = self.life.sizes(v)[value.policies[k].node]
+                for tensor in self.q.members[value.name]:
+                    for beside, count in besides(self.program, self.f.cost, tensor, size):
+                        found[beside.op] += beside.seconds * count / self.q.times[beside.op]
+        return found
+
     def _operator(self, i: int, op: Op) -> None:
         home = self.places.home(op.name)
         self._count_flops(op, home)
@@ -101,8 +114,9 @@ class Calls:
         cost = f.cost.op(op, rule, split, want, made, recompute)
         at = self.places.spot(home, position, phase, sub)
         self._emit(
-            home, What(base_name(op), self._module(op, home), COMPUTE, self._stack(home), recompute=recompute), cost.seconds, cost.bytes, at
-        )
+            home, What(base_name(op), self._module(op, home), COMPUTE, self._stack(home), recompute=recompute),
+            cost.seconds + (self.kept_s.get(op.name, 0.0) if phase == RUN else 0.0), cost.bytes, at,
+        )  # fmt: skip
         within = inside(op, rule, split, want, f.mesh)
         self._collectives(home, self._maker(op, home), "activation", within, at if phase != RUN else replace(at, phase=MADE))
 
