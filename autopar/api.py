@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.errors import AutoparError, MeshError
 from autopar.hardware.cluster import Cluster
+from autopar.pipeline import Lists
 from autopar.plan.plan import Plan
 from autopar.planner.layout import Layout
 from autopar.planner.offload import Offload
@@ -21,6 +22,7 @@ from autopar.runtime.buckets import checked
 from autopar.runtime.build import Config
 from autopar.runtime.micro_batches import checked as checked_number
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.staged_calls import mesh_of, schedule_of
 
 
 def compile(
@@ -45,6 +47,8 @@ def compile(
     dynamic: bool | None = None,
     buckets: Sequence[int] | None = None,
     bucket_collectives: bool = True,
+    schedule: str | os.PathLike[str] | Lists | None = None,
+    virtual_stages: int | None = None,
 ) -> ParallelModule:
     """Makes `model` train on `mesh` as it would on one device.
 
@@ -73,6 +77,9 @@ def compile(
         gradients stay what they are; where it is not known how to pad an argument the call is refused.
     bucket_collectives: whether small gathers of parameters and reductions of gradients that are needed together are joined, as far as the cluster's links make that
         worth the copies.
+    schedule: of a pipeline, which a mesh with an axis "pp" has: "gpipe", "1f1b" (default), "interleaved", or the path of a .csv in torch's notation. A training call then
+        runs as micro_batches (default: two for each rank along pp) on stages that are cut from the graph, forwards and backwards; `.backward()` hands out the gradients.
+    virtual_stages: of an interleaved pipeline, how many stages each rank has; default 2.
     options: of the solver: "seconds" it may take (60), relative "gap" at which it stops (0.01).
 
     Collective: all ranks call it alike, and a rank with other arguments, another model or another program is refused on all. One rank plans.
@@ -104,13 +111,15 @@ def compile(
         raise AutoparError("layout= and plan= both say how to split the model", fix="pass one of them, or neither to have it planned")
     request = PlanRequest.of(plan, memory, cluster, options, offload)
     number = checked_number(micro_batches, outputs, layout is not None, None if request.plan is None else request.plan.micro_batches)
+    if mesh is None and request.plan is not None:
+        mesh = mesh_of(request.plan)
+    device_mesh = _device_mesh(mesh)
+    lists = schedule_of(device_mesh, schedule, virtual_stages, number, outputs, request.plan)
     config = Config(
         loss_fn, inputs, layout, Precision.of(precision), optimizer, grad_accumulation, backend, outputs, request, dynamic, lengths,
-        bucket_collectives, number,
+        bucket_collectives, number if lists is None else lists.micro_batches, lists,
     )  # fmt: skip
-    if mesh is None and request.plan is not None:
-        mesh = request.plan.mesh_axes
-    module = ParallelModule(model, _device_mesh(mesh), config)
+    module = ParallelModule(model, device_mesh, config)
     if example_inputs is not None:
         if isinstance(example_inputs, tuple):
             module.prepare(*example_inputs)

@@ -38,7 +38,7 @@ class Parts:
     backward_outputs: tuple[Role, ...]
 
 
-_GRADS = ("grad", "input_grad")
+_GRADS = ("grad", "input_grad", "sent_grad")
 
 
 def partition(
@@ -95,7 +95,7 @@ def _crossing(
         if n in seen or n in is_backward:
             continue
         seen.add(n)
-        if n.op in ("placeholder", "get_attr") and not (n.op == "placeholder" and role_of[n].kind in ("input", "buffer")):
+        if n.op in ("placeholder", "get_attr") and not (n.op == "placeholder" and role_of[n].kind in ("input", "buffer", "received")):
             used[n] = None
         elif n in recomputed:
             todo += n.all_input_nodes
@@ -129,7 +129,7 @@ def _forward(
     roles = []
     needed = _closure([n for n in results if isinstance(n, fx.Node)])
     for n in places:
-        if role_of[n].kind not in ("tangent", "accumulated"):
+        if role_of[n].kind not in ("tangent", "accumulated", "received_grad"):
             env[n] = _copy(graph, n, env)
             roles.append(role_of[n])
     for n in gm.graph.nodes:

@@ -13,6 +13,7 @@ node, `meta["kept"]`, the name of the captured value, on those the plan keeps fo
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,7 +107,7 @@ class _Sharder:
             for p, (at, dtype) in unreduced_grads(graph, plan, options.reduce).items():
                 shape = at.local_shape(plan.mesh)
                 self.parameters.accumulated[p] = self.emit.placeholder(
-                    "accumulated_" + p.replace(".", "_"), shape, dtype, Role("accumulated", p)
+                    "accumulated_" + re.sub(r"\W", "_", p), shape, dtype, Role("accumulated", p)
                 )
         for node in nodes:
             if node.op == "get_attr":

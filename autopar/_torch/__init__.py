@@ -1,9 +1,10 @@
 """Private torch APIs: the only room that imports them. It absorbs the differences between versions (torch >= 2.11).
 
 In: what the rest asks for by these names. Out: what torch does. **A private API goes into the file of its subject**: fake tensors (fakes.py), calls of fx graphs (nodes.py),
-dynamo (language.py, effects.py, regions.py), the joint graph of AOTAutograd (export.py), Inductor (inductor.py), process groups and DTensors (distributed.py), what DTensors cannot do (dtensors.py), effects in graphs (tokens.py), sizes that vary (symbols.py).
+dynamo (language.py, effects.py, regions.py), the joint graph of AOTAutograd (export.py), Inductor (inductor.py), process groups and DTensors (distributed.py), what DTensors cannot do (dtensors.py), norms of gradients (clipping.py), effects in graphs (tokens.py), sizes that vary (symbols.py).
 """
 
+from autopar._torch.clipping import norms_over
 from autopar._torch.distributed import (
     alias_process_group,
     collectives,
@@ -123,6 +124,7 @@ __all__ = [
     "move_parameter",
     "new_fake_mode",
     "new_group",
+    "norms_over",
     "number",
     "orderly",
     "orthogonalized",

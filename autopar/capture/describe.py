@@ -19,7 +19,7 @@ from autopar.capture.capture import Captured
 from autopar.capture.lift import unsplit_sizes
 from autopar.graph.graph import Graph, Op, Tensor
 
-WRAPPED = re.compile(r"\.__dict__\['_modules'\]\['(\w+)'\]")  # how it names what a wrapper of torch's wraps
+WRAPPED = re.compile(r"(?:^|\.)__dict__\['_modules'\]\['(\w+)'\]")  # how it names what a wrapper of torch's wraps
 ROOT = re.compile(r"^L\['self'\](\._export_root)?(\.m(\.|$))?")  # what dynamo puts before a path of the user's module
 
 
@@ -179,4 +179,4 @@ def module_of(node: fx.Node) -> str:
     if not stack:
         return ""
     path, _ = list(stack.values())[-1]
-    return WRAPPED.sub(r".\1", ROOT.sub("", str(path)))
+    return WRAPPED.sub(r".\1", ROOT.sub("", str(path))).lstrip(".")

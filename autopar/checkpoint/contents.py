@@ -27,8 +27,33 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return out
 
 
+def of_stages(model: nn.Module) -> bool:
+    """Whether this rank has a part of the model's tensors alone, those of its stages of a pipeline."""
+    return bool(getattr(model, "lies_on_stages", False))
+
+
+def all_of(model: nn.Module) -> nn.Module:
+    """The model that has all names, also of what lies on other stages."""
+    whole = model.__dict__.get("_wrapped")
+    return whole if isinstance(whole, nn.Module) else model
+
+
+def merged(manifests: list[dict[str, Any]], order: list[str]) -> dict[str, Any]:
+    """That of all stages. order: of parameters in the model."""
+    place = {n: i for i, n in enumerate(order)}
+    groups = [dict(g) for g in manifests[0]["groups"]]
+    for i, g in enumerate(groups):
+        g["params"] = sorted({n for m in manifests for n in m["groups"][i]["params"]}, key=lambda n: place.get(n, -1))
+    return {
+        **manifests[0],
+        "groups": groups,
+        "numbers": {n: v for m in manifests for n, v in m["numbers"].items()},
+        "tensors": {n: v for m in manifests for n, v in m["tensors"].items()},
+    }
+
+
 def _names(model: nn.Module) -> dict[int, str]:
-    return {id(p): n for n, p in model.named_parameters()}
+    return {id(p): n for n, p in all_of(model).named_parameters()}
 
 
 def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -81,9 +106,10 @@ def make_state(model: nn.Module, optimizer: Optimizer, manifest: dict[str, Any])
     """State of the saved names, for DCP to read into: like the parameter where it has its shape, else a plain tensor (a count of steps)."""
     params = dict(model.named_parameters())
     saved = {tuple(n.split(".", 2)[1:]): kind for n, kind in manifest["tensors"].items() if n.startswith("optimizer.")}
-    scalars = {key for (key, name), (shape, _) in saved.items() if not shape and params[name].dim()}
+    scalars = {key for (key, name), (shape, _) in saved.items() if not shape and name in params and params[name].dim()}
     group_of = {id(p): g for g in optimizer.param_groups for p in g["params"]}
     optimizer.state.clear()
+    saved = {(key, name): kind for (key, name), kind in saved.items() if name in params}  # without those of other stages
     for (key, name), (shape, dtype) in saved.items():
         p, kind = params[name], getattr(torch, dtype)
         if list(p.shape) == shape and key not in scalars:
@@ -93,4 +119,6 @@ def make_state(model: nn.Module, optimizer: Optimizer, manifest: dict[str, Any])
             optimizer.state[p][key] = torch.zeros(shape, dtype=kind, device=p.device if on_device else "cpu")
     for n, v in manifest["numbers"].items():
         key, name = n.split(".", 1)
+        if name not in params:
+            continue
         optimizer.state[params[name]][key] = v

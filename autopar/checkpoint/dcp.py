@@ -29,6 +29,7 @@ import json
 import os
 import re
 import uuid
+import warnings
 import zlib
 from collections.abc import Iterable
 from typing import Any, TypedDict
@@ -42,7 +43,18 @@ from torch.optim import Optimizer
 from autopar import _torch
 from autopar.checkpoint import background
 from autopar.checkpoint.background import Saving
-from autopar.checkpoint.contents import groups_of, kind_of, load_groups, make_state, model_tensors, optimizer_numbers, optimizer_tensors
+from autopar.checkpoint.contents import (
+    all_of,
+    groups_of,
+    kind_of,
+    load_groups,
+    make_state,
+    merged,
+    model_tensors,
+    of_stages,
+    optimizer_numbers,
+    optimizer_tensors,
+)
 from autopar.checkpoint.place import Place, place_of
 from autopar.checkpoint.ranks import gather, meet, my_part, rank, together
 from autopar.distributed.failures import during
@@ -131,6 +143,8 @@ def _save(
     meet()
     together(background.settle, place)
     manifest = together(describe, place)
+    if of_stages(model):
+        manifest = merged(gather(manifest), [n for n, _ in all_of(model).named_parameters()])
     name = gather(together(begin, place))[0]
     if wait:
         _write(place, name, tensors, manifest, keep, None)
@@ -239,9 +253,11 @@ def _load(place: Place, model: nn.Module, optimizer: Optimizer | None, step: int
             manifest = _earlier(place, manifest, step)
         saved = manifest["tensors"]
         if manifest.get("weights", True):
-            _compare({n: v for n, v in saved.items() if n.startswith("model.")}, model_tensors(model), place)
+            mine, every = model_tensors(model), model_tensors(all_of(model))
+            there = {n: v for n, v in saved.items() if n.startswith("model.") and (n in mine or n not in every)}
+            _compare(there, mine, place)
         if optimizer is not None:
-            _compare_optimizer(model, optimizer, manifest, place)
+            _compare_optimizer(optimizer, groups, manifest, place)
         data = place if manifest["format"] == FLAT else place.inside(manifest["data"])
         _check_files(data, manifest)
         return manifest, data
@@ -251,7 +267,9 @@ def _load(place: Place, model: nn.Module, optimizer: Optimizer | None, step: int
         if optimizer is not None:
             make_state(model, optimizer, manifest)
             tensors.update(optimizer_tensors(model, optimizer))
-        dcp.load(tensors, checkpoint_id=data.id, storage_reader=_torch.restricted_reader(data.id), no_dist=not dist.is_initialized())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected mismatched keys")  # each stage of a pipeline has its own
+            dcp.load(tensors, checkpoint_id=data.id, storage_reader=_torch.restricted_reader(data.id), no_dist=not dist.is_initialized())
         if optimizer is not None:
             load_groups(optimizer, manifest["groups"])
         load_rng_state = getattr(model, "load_rng_state", None)
@@ -259,6 +277,10 @@ def _load(place: Place, model: nn.Module, optimizer: Optimizer | None, step: int
             load_rng_state(manifest["rng"])
 
     meet()
+    groups = [] if optimizer is None else groups_of(model, optimizer)
+    if of_stages(model):
+        found = [{"groups": g, "numbers": {}, "tensors": {}} for g in gather(groups)]
+        groups = merged(found, [n for n, _ in all_of(model).named_parameters()])["groups"]
     together(background.settle, place)
     manifest, data = together(check, place)
     together(read, place)
@@ -287,7 +309,7 @@ def _compare(saved: dict[str, Any], tensors: dict[str, torch.Tensor], place: Pla
         raise CheckpointError("the checkpoint is of another model; " + "; ".join(problems), where=str(place))
 
 
-def _compare_optimizer(model: nn.Module, optimizer: Optimizer, manifest: dict[str, Any], place: Place) -> None:
+def _compare_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]], manifest: dict[str, Any], place: Place) -> None:
     same = "build the optimizer as the saving program did, or load the model alone"
     if manifest["optimizer"] is None:
         raise CheckpointError("the checkpoint holds no optimizer", where=str(place), fix="load the model alone")
@@ -295,7 +317,7 @@ def _compare_optimizer(model: nn.Module, optimizer: Optimizer, manifest: dict[st
         raise CheckpointError(
             f"the checkpoint holds the state of {manifest['optimizer']}, not of {type(optimizer).__name__}", where=str(place), fix=same
         )
-    saved, mine = ([g["params"] for g in groups] for groups in (manifest["groups"], groups_of(model, optimizer)))
+    saved, mine = ([g["params"] for g in found] for found in (manifest["groups"], groups))
     if saved != mine:
         theirs, ours = ({n for g in groups for n in g} for groups in (saved, mine))
         differ = sorted(theirs ^ ours)

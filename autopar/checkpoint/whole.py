@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar import _torch
+from autopar.checkpoint.contents import of_stages
 from autopar.checkpoint.dcp import some
 from autopar.checkpoint.ranks import meet, rank, together
 from autopar.distributed.failures import during
@@ -33,6 +34,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor] | None, 
     Raises CheckpointError on all ranks, before any tensor is touched, where names or shapes do not match.
     """
     _check_rank("from_rank", from_rank)
+    _refuse_stages(model)
     tensors = _by_first_name(model)
 
     def source() -> dict[str, torch.Tensor]:
@@ -57,6 +59,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor] | None, 
 def state_dict(model: nn.Module, to_rank: int = 0) -> dict[str, torch.Tensor]:
     """The whole tensors of `model` in host memory on rank `to_rank`, {} on the others. Collective. Tied tensors have all their names, and stay one."""
     _check_rank("to_rank", to_rank)
+    _refuse_stages(model)
     out: dict[str, torch.Tensor] = {}
     with during("gathering a state dict"), torch.no_grad():
         for names, t in _by_first_name(model).values():
@@ -64,6 +67,14 @@ def state_dict(model: nn.Module, to_rank: int = 0) -> dict[str, torch.Tensor]:
             if rank() == to_rank:
                 out |= dict.fromkeys(names, whole.cpu() if isinstance(t, DTensor) else whole.cpu().clone())
     return {n: out[n] for n in model.state_dict(keep_vars=True) if n in out}
+
+
+def _refuse_stages(model: nn.Module) -> None:
+    if of_stages(model):
+        raise CheckpointError(
+            "this model lies on the stages of a pipeline, and no rank has all names of it",
+            fix="save it with autopar.checkpoint.save and load that where it is whole; before its first call, weights can be loaded as a whole",
+        )
 
 
 def _check_rank(what: str, which: int) -> None:

@@ -46,14 +46,20 @@ def is_ours(device_mesh: DeviceMesh) -> bool:
 
 
 class Groups:
-    """The groups of one device mesh."""
+    """The groups of one device mesh.
 
-    def __init__(self, device_mesh: DeviceMesh) -> None:
+    within: the mesh of a whole pipeline, of which `device_mesh` is one stage's part. Its ranks then agree, and fail, together (`ranks`, `rank`, `everyone`); graphs'
+    collectives, coordinates and what tensors lie on are of the stage alone.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh, within: DeviceMesh | None = None) -> None:
         names = device_mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(device_mesh.ndim))
         self.device_mesh = device_mesh
         self.axes = {n: device_mesh.size(i) for i, n in enumerate(names)}
         self.mesh = Mesh.of(self.axes)
-        self.ranks = [int(r) for r in device_mesh.mesh.flatten().tolist()]
+        self.whole = device_mesh if within is None else within
+        self.here = [int(r) for r in device_mesh.mesh.flatten().tolist()]
+        self.ranks = [int(r) for r in self.whole.mesh.flatten().tolist()]
         if self.ranks != sorted(self.ranks):
             raise MeshError("the mesh lists ranks out of order", where=f"mesh {self.ranks}", fix="use init_device_mesh, or ascending ranks")
         # The same in every run of a program: it is in the text of graphs, which are cached.
@@ -67,6 +73,12 @@ class Groups:
         _all.add(self)
 
     @property
+    def device(self) -> torch.device:
+        """Of this rank's tensors."""
+        kind = self.device_mesh.device_type
+        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+    @property
     def id(self) -> str:
         """Of these groups alone, in all of the job's time, the same on every rank of the mesh."""
         self.meet()
@@ -77,10 +89,10 @@ class Groups:
         if self._id:
             return
         said = [(presence.this_process(), uuid.uuid4().hex[:16])]
-        for axis in range(self.device_mesh.ndim):
-            if self.device_mesh.size(axis) > 1:
-                parts: list[list[tuple[presence.Process, str]]] = [[] for _ in range(self.device_mesh.size(axis))]
-                dist.all_gather_object(parts, said, group=self.device_mesh.get_group(axis))
+        for axis in range(self.whole.ndim):
+            if self.whole.size(axis) > 1:
+                parts: list[list[tuple[presence.Process, str]]] = [[] for _ in range(self.whole.size(axis))]
+                dist.all_gather_object(parts, said, group=self.whole.get_group(axis))
                 said = [one for part in parts for one in part]
         presence.know(process for process, _ in said)
         drawn = next(text for process, text in said if process.rank == self.ranks[0])
@@ -88,16 +100,18 @@ class Groups:
 
     @property
     def rank(self) -> int:
-        """This process's position in the mesh."""
+        """This process's position among `ranks`."""
         return self.ranks.index(dist.get_rank()) if dist.is_initialized() else 0
 
     @property
     def coordinates(self) -> dict[str, int]:
-        return self.mesh.coordinates(self.rank)
+        return self.mesh.coordinates(self.here.index(dist.get_rank()) if dist.is_initialized() else 0)
 
     @property
     def everyone(self) -> dist.ProcessGroup:
-        """The group of the whole mesh; makes it on first use (collective)."""
+        """The group of all `ranks`; makes it on first use (collective)."""
+        if self.whole is not self.device_mesh:
+            return self.between(self.ranks, "everyone")
         axes = tuple(a.name for a in self.mesh.axes if a.size > 1)
         self.ensure(axes)
         return self.made[axes]
@@ -110,19 +124,32 @@ class Groups:
         mine: dist.ProcessGroup | None = None
         on_cpu = self.device_mesh.device_type == "cpu"
         parents = [p for p in self.mesh.parents if self.mesh.children(p) == axes]
-        if len(axes) == len([a for a in self.mesh.axes if a.size > 1]) and len(self.ranks) == dist.get_world_size():
+        if len(axes) == len([a for a in self.mesh.axes if a.size > 1]) and len(self.here) == dist.get_world_size():
             mine = dist.group.WORLD
         elif parents:
             mine = self.device_mesh.get_group(parents[0])
         else:
-            timeout = _torch.default_timeout(self.device_mesh.device_type)  # else torch takes its own, of half an hour
-            ranks = next(ranks for g in self.mesh.groups(axes) if dist.get_rank() in (ranks := [self.ranks[i] for i in g]))
-            mine = _torch.new_group(ranks, f"{self.id}.{'+'.join(axes)}.{ranks[0]}", timeout)
+            ranks = next(ranks for g in self.mesh.groups(axes) if dist.get_rank() in (ranks := [self.here[i] for i in g]))
+            mine = self._new(ranks, f"{'+'.join(axes)}.{ranks[0]}")
         assert mine is not None
         self.made[axes] = mine
         self.known[name] = _torch.orderly(name, mine, self.id) if on_cpu else mine
         _torch.alias_process_group(name, self.known[name])
         return name
+
+    def between(self, ranks: list[int], name: str) -> dist.ProcessGroup:
+        """The group of some ranks of the job, this one among them, by whose name graphs know nothing; makes it on first use (collective over them)."""
+        key = ("between", name)
+        if key not in self.made:
+            whole = dist.group.WORLD
+            is_whole = name == "everyone" and len(ranks) == dist.get_world_size()
+            self.made[key] = whole if is_whole and whole is not None else self._new(ranks, f"{name}.{ranks[0]}")
+        return self.made[key]
+
+    def _new(self, ranks: list[int], name: str) -> dist.ProcessGroup:
+        timeout = _torch.default_timeout(self.device_mesh.device_type)  # else torch takes its own, of half an hour
+        group: dist.ProcessGroup = _torch.new_group(ranks, f"{self.id}.{name}", timeout)
+        return group
 
     def summed(self, t: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
         """`t` added up over the ranks along `axes`. Collective."""

@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import LayoutError
+from autopar.pipeline.actions import Action, Lists
 
 KINDS = ("gpipe", "1f1b", "interleaved")
 
@@ -129,6 +130,12 @@ class Schedule:
         out[:w], out[w:end:2] = forward[:w], forward[w:]
         out[w + 1 : end : 2], out[end:] = backward[: len(forward) - w], backward[len(forward) - w :]
         return out
+
+    def lists(self) -> Lists:
+        """What every rank does, written out."""
+        p = self.ranks
+        ranks = tuple(tuple(Action(w.chunk * p + r, w.phase, w.micro_batch) for w in self.works(r)) for r in range(p))
+        return Lists(ranks, self.kind)
 
     def works(self, rank: int) -> tuple[Work, ...]:
         """`order` in words."""

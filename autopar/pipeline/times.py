@@ -7,10 +7,13 @@ and rank (r + 1) % p; what goes forward and what comes back take the same time o
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from autopar.errors import LayoutError
+from autopar.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Lists
 from autopar.pipeline.schedule import Schedule
 
 
@@ -18,6 +21,7 @@ from autopar.pipeline.schedule import Schedule
 class Times:
     """forward_s, backward_s: of one micro-batch, by stage; hop_s: of one micro-batch between ranks, by hop.
 
+    weight_s: of backward_s the part that makes gradients of parameters, where it runs by itself (W; the rest is I); by default half.
     exposed: whether sending and receiving hold up the ranks at both ends (`replay.py` says how); otherwise they run beside compute.
     Raises LayoutError where lengths disagree or a time is negative or not finite.
     """
@@ -26,6 +30,7 @@ class Times:
     backward_s: tuple[float, ...]
     hop_s: tuple[float, ...]
     exposed: bool = False
+    weight_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         s, p = len(self.forward_s), len(self.hop_s)
@@ -34,7 +39,12 @@ class Times:
                 f"{s} stages with a forward, {len(self.backward_s)} with a backward, {p} hops.",
                 fix="Give one forward and one backward a stage, one hop a rank, and the same number of stages on every rank.",
             )
-        for name in ("forward_s", "backward_s", "hop_s"):
+        if self.weight_s and (len(self.weight_s) != s or any(w > b for w, b in zip(self.weight_s, self.backward_s, strict=True))):
+            raise LayoutError(
+                f"Gradients of parameters that take {list(self.weight_s)} s of backwards of {list(self.backward_s)} s.",
+                fix="Give one number a stage, no more than its backward takes.",
+            )
+        for name in ("forward_s", "backward_s", "hop_s", "weight_s"):
             for i, seconds in enumerate(getattr(self, name)):
                 if not 0 <= seconds < math.inf:
                     raise LayoutError(
@@ -42,10 +52,10 @@ class Times:
                     )
 
     @classmethod
-    def even(cls, schedule: Schedule, forward_s: float, backward_s: float, hop_s: float = 0.0, exposed: bool = False) -> Times:
+    def even(cls, schedule: Schedule | Lists, forward_s: float, backward_s: float, hop_s: float = 0.0, exposed: bool = False) -> Times:
         """The same seconds for every stage, and for every hop."""
-        s = schedule.stages
-        return cls((forward_s,) * s, (backward_s,) * s, (hop_s,) * schedule.ranks, exposed)
+        s, p = schedule.stages, len(schedule.ranks) if isinstance(schedule, Lists) else schedule.ranks
+        return cls((forward_s,) * s, (backward_s,) * s, (hop_s,) * p, exposed)
 
     @property
     def ranks(self) -> int:
@@ -63,15 +73,31 @@ class Times:
         hops = [self.hop_s[i % p] if p > 1 else 0.0 for i in range(s - 1)]
         return (0.0, *hops, 0.0, *hops[::-1])
 
+    def lags_between(self, where: Sequence[int]) -> tuple[float, ...]:
+        """`lags_s` where stage i lies on rank where[i]."""
+        p = self.ranks
+        if all(r == i % p for i, r in enumerate(where)):
+            return self.lags_s
+        hops = [0.0 if a == b else self.hop_s[a if b == (a + 1) % p else b] for a, b in pairwise(where)]
+        return (0.0, *hops, 0.0, *hops[::-1])
+
+    def action_s(self, a: Action) -> float:
+        """What an action takes."""
+        if a.kind == FORWARD:
+            return self.forward_s[a.stage]
+        weight_s = self.weight_s[a.stage] if self.weight_s else self.backward_s[a.stage] / 2
+        return {BACKWARD: self.backward_s[a.stage], WEIGHT: weight_s, INPUT: self.backward_s[a.stage] - weight_s}[a.kind]
+
     def rank_s(self, rank: int) -> float:
         """Compute of one micro-batch on a rank, all its chunks, forward and backward."""
         return sum(self.forward_s[rank :: self.ranks]) + sum(self.backward_s[rank :: self.ranks])
 
 
-def check(schedule: Schedule, times: Times) -> None:
+def check(schedule: Schedule | Lists, times: Times) -> None:
     """Raises LayoutError unless `times` are those of a pipeline of the schedule's shape."""
-    if (times.ranks, len(times.forward_s)) != (schedule.ranks, schedule.stages):
+    ranks = len(schedule.ranks) if isinstance(schedule, Lists) else schedule.ranks
+    if (times.ranks, len(times.forward_s)) != (ranks, schedule.stages):
         raise LayoutError(
-            f"Times of {len(times.forward_s)} stages on {times.ranks} ranks, a schedule of {schedule.stages} on {schedule.ranks}.",
+            f"Times of {len(times.forward_s)} stages on {times.ranks} ranks, a schedule of {schedule.stages} on {ranks}.",
             fix="Give times by stage, chunks x ranks of them, and one hop a rank.",
         )

@@ -56,6 +56,20 @@ class CollectiveUse:
 
 
 @dataclass(frozen=True)
+class PipelineChoice:
+    """The stages of a pipeline. schedule: its name; where: the rank of each stage; layers: paths of its layers' modules; work: its share of forward and backward; sent_bytes: what it sends
+    to the next one, of a micro-batch, on each of its devices; bubble: share of the step in which ranks wait, by the replay, with stages that take as `work` says."""
+
+    schedule: str
+    ranks: int
+    where: tuple[int, ...]
+    layers: tuple[tuple[str, ...], ...]
+    work: tuple[float, ...]
+    sent_bytes: tuple[float, ...]
+    bubble: float
+
+
+@dataclass(frozen=True)
 class Decisions:
     """A decided step on a mesh (user axes name -> size): what a plan holds. `autopar.plan.plan.Plan` is what people have of it."""
 
@@ -82,6 +96,7 @@ class Decisions:
     )  # repeated stack -> layers that share policies, first to last, if cut
     together: int = 1  # neighbouring layers that have policies of their own, the same in every so many (`solver.fold.grouped`)
     micro_batches: int = 1  # that a call is run as, one after the other; all else is said of one of them, but times of a step
+    pipeline: PipelineChoice | None = None  # `mesh_axes` are then of one stage
     modules: dict[str, str] = field(default_factory=dict)  # op of forward -> path of the module it came from, for the report
     # What planning says of it; a hand layout says nothing.
     cluster: str = ""

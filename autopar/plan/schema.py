@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -23,7 +23,7 @@ from pydantic import BaseModel, Field, ValidationError
 from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
 from autopar.plan.checks import Checker, PlanError, contradiction, mesh_of
-from autopar.plan.decisions import CollectiveUse, Decisions, OpChoice, ParamChoice
+from autopar.plan.decisions import CollectiveUse, Decisions, OpChoice, ParamChoice, PipelineChoice
 from autopar.plan.profile_schema import ProfileModel, profile_of, profile_rows
 from autopar.plan.schema_types import STRICT, Flag, Number, Positive, Rows, Short, Size, Table, Text, Value
 from autopar.text.strict_json import JsonError, parse, read_bytes, short
@@ -75,6 +75,18 @@ class UseModel(_Model):
     count: Positive = 1
 
 
+class PipelineModel(_Model):
+    """By stage, but for ranks."""
+
+    schedule: Text
+    ranks: Positive
+    where: Short[Size]
+    layers: Short[Short[Text]]
+    work: Short[Number]
+    sent_bytes: Short[Number]
+    bubble: Number
+
+
 class PlanModel(_Model):
     """The canonical part. Rows: params (name, of param_table), ops (name, of op_table, of target_table, of module_table; None: it has
     none), collectives (tensor, of collective_table), repeated (op, ranks that repeat it), kept (tensor, of kept_table).
@@ -103,6 +115,7 @@ class PlanModel(_Model):
     segments: Short[tuple[Text, Table[Positive]]] = []
     together: Positive = 1
     micro_batches: Positive = 1
+    pipeline: PipelineModel | None = None
     cluster: Text = ""
     activations: dict[Policy, Rows[Text]] = {}
     recompute: Rows[Text] = []
@@ -301,6 +314,7 @@ def _file(plan: Decisions) -> FileModel:
         "segments": sorted(plan.segments.items()),
         "together": plan.together,
         "micro_batches": plan.micro_batches,
+        "pipeline": None if plan.pipeline is None else asdict(plan.pipeline),
         "cluster": plan.cluster,
         "activations": policies,
         "recompute": sorted(plan.recompute),
@@ -379,6 +393,7 @@ def _decode(file: FileModel, kind: type[P]) -> P:
         segments={name: tuple(counts) for name, counts in m.segments},
         together=m.together,
         micro_batches=m.micro_batches,
+        pipeline=None if m.pipeline is None else _pipeline(m.pipeline),
         modules=modules,
         cluster=m.cluster,
         activations={tensor: policy for policy, tensors in m.activations.items() for tensor in tensors},
@@ -386,6 +401,15 @@ def _decode(file: FileModel, kind: type[P]) -> P:
         solver={**m.solver, **file.timing},
         profile=None if m.profile is None else profile_of(m.profile, read.check),
     )
+
+
+def _pipeline(m: PipelineModel) -> PipelineChoice:
+    stages = len(m.where)
+    if not stages or any(len(x) != stages for x in (m.layers, m.work, m.sent_bytes)) or set(m.where) != set(range(m.ranks)):
+        raise contradiction(f"{stages} stages on {m.ranks} ranks, which its lists are not of", "pipeline")
+    layers = tuple(tuple(x) for x in m.layers)
+    _once([n for x in layers for n in x], "pipeline")
+    return PipelineChoice(m.schedule, m.ranks, tuple(m.where), layers, tuple(m.work), tuple(m.sent_bytes), m.bubble)
 
 
 @dataclass(frozen=True)

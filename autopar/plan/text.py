@@ -58,6 +58,7 @@ SAID = {
 def text(plan: Decisions) -> str:
     mesh = " x ".join(f"{n}={s}" for n, s in plan.mesh_axes.items())
     lines = [f"plan: layout {plan.layout} on mesh {mesh}, {_batch(plan)}"]
+    lines += _pipeline(plan)
     lines += _blocks(plan)
     lines += _collectives(plan)
     lines.append(f"fallbacks (ops without a rule, replicated): {plan.fallbacks or 'none'}")
@@ -85,6 +86,18 @@ def _batch(plan: Decisions) -> str:
     if batch > 1 and batch % size and size % batch:
         return f"{'batch' if plan.micro_batches == 1 else f'each of {plan.micro_batches} micro-batches'} of {batch} split {ways}: it does not divide over {size} devices"
     return f"{'batch' if plan.micro_batches == 1 else f'each of {plan.micro_batches} micro-batches'} split {ways}"
+
+
+def _pipeline(plan: Decisions) -> Iterator[str]:
+    """Schedule and bubble, then a line a stage: the mesh above is one stage's."""
+    p = plan.pipeline
+    if p is None:
+        return
+    stages = len(p.where)
+    yield f"pipeline: {p.schedule}, {stages} stages on {p.ranks} ranks, {plan.micro_batches} micro-batches, bubble {p.bubble:.1%}"
+    for s, (rank, layers, work, sent) in enumerate(zip(p.where, p.layers, p.work, p.sent_bytes, strict=True)):
+        named = layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
+        yield f"  stage {s} on rank {rank}: {named}, {work:.1%} of the work" + (f", sends {format_bytes(sent)}" if s + 1 < stages else "")
 
 
 # ---- layers ------------------------------------------------------------------------------------------------------
@@ -254,7 +267,7 @@ def _predicted(plan: Decisions) -> Iterator[str]:
     """What the step takes, what it is made of, and memory; of plans that know less, less."""
     p = plan.predicted
     if "step_time_s" in p:
-        devices = plan.mesh.size
+        devices = plan.mesh.size * (1 if plan.pipeline is None else plan.pipeline.ranks)
         head = [f"step time {format_time(p['step_time_s'])}"]
         for what in ("tokens", "samples"):
             if (rate := p.get(f"{what}_per_s")) is not None:

@@ -100,7 +100,11 @@ class Layout:
         if isinstance(layout, str):
             layout = _named(layout, mesh)
         if layout.pp > 1:
-            raise LayoutError("pipelines are priced, not run", where=f"Layout, pp={layout.pp}", fix="use autopar.predict, or pp=1")
+            raise LayoutError(
+                "pipelines are no layout",
+                where=f"Layout, pp={layout.pp}",
+                fix='pass a mesh such as {"pp": 2, "dp": 4}; sizes are for autopar.predict',
+            )
         refined = Layout(
             _refine(layout.data, mesh), _refine(layout.shard, mesh), _refine(layout.tensor, mesh), layout.reshard_after_forward, layout.name,
             _refine(layout.context, mesh), layout.sequence_parallel, experts=_refine(layout.experts, mesh),

@@ -30,11 +30,14 @@ from autopar.distributed.groups import Groups
 from autopar.distributed.shards import alone, cut, dtensor_placements
 from autopar.errors import AutoparError
 from autopar.graph.graph import Graph, Tensor
+from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
 from autopar.graph.varying import Varying
 from autopar.hardware.cluster import Cluster, ClusterError
 from autopar.hardware.detect import here
 from autopar.offload import OffloadSettings, close_store, next_number, numbered, open_store
+from autopar.passes.stages.separate import owner
+from autopar.pipeline import Lists
 from autopar.plan.decisions import ParamChoice
 from autopar.plan.plan import Plan
 from autopar.plan.schema import canonical, dumps
@@ -47,11 +50,13 @@ from autopar.planner.planning import least_of
 from autopar.planner.precision import Precision
 from autopar.planner.propagate import propagate
 from autopar.planner.request import PlanRequest, asked, following, make_plan, refuse_other_mesh, training_config
+from autopar.planner.staged import of_a_stage
 from autopar.planner.storage import param_choice
 from autopar.runtime.compile_cache import CompileOnce
 from autopar.runtime.init import distribute, materialize
 from autopar.runtime.inputs import InputReader
 from autopar.runtime.pipeline import Seen, Settings, seen
+from autopar.runtime.stages import Pipeline, StagedStep, stage_mesh, staged
 from autopar.runtime.step import Step
 from autopar.solver.fold import Folded
 from autopar.solver.problem import NVME
@@ -78,6 +83,7 @@ class Config:
     buckets: tuple[int, ...] | None = None
     bucket_collectives: bool = True
     micro_batches: int | str | None = None
+    schedule: Lists | None = None  # of a mesh with an axis `pp`
 
 
 def no_plan() -> AutoparError:
@@ -89,17 +95,21 @@ def no_plan() -> AutoparError:
 
 class Builder:
     def __init__(self, model: nn.Module, device_mesh: DeviceMesh, config: Config) -> None:
-        self.model, self.device_mesh, self.config = model, device_mesh, config
+        self.model, self.config = model, config
+        self.device_mesh, whole = stage_mesh(device_mesh)
         _torch.dtensors_beside_tensors()
-        self.groups = Groups(device_mesh)
+        self.groups = Groups(self.device_mesh, whole)
         self.mesh = self.groups.mesh
         every = tuple(a.name for a in self.mesh.axes if a.size > 1)
-        kind = device_mesh.device_type
-        self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        self.device = self.groups.device
         with during("compile", self.groups.ranks):
             self.groups.meet()
             self.layout, self.cluster = agreed(self.groups, self.arguments)
         given = config.request.plan
+        # Where a training call runs on several stages, one rank's after another's.
+        self.pipeline = (
+            None if config.schedule is None else Pipeline(self.groups, config.schedule, None if given is None else given.pipeline)
+        )
         # Of a hand layout, of the given plan, or of a plan yet to be made: that one takes local inputs as they come.
         split = self.layout.data if self.layout else given.data_axes if given else every
         self.reader = InputReader(self.groups, config.inputs, split)
@@ -107,7 +117,7 @@ class Builder:
         self.plan: Plan | None = None
         self.largest = 0  # elements of an input, of the calls that `too_large` has looked at
         self.planned = self.layout is not None
-        self.once = CompileOnce(self.groups.id, self.groups.ranks) if config.backend == "inductor" else None
+        self.once = CompileOnce(self.groups.id, self.groups.here) if config.backend == "inductor" else None
         self.coordinates: dict[str, torch.Tensor] = {}
         # Of a training call; 0 until it is chosen ("auto").
         chosen = config.micro_batches or (given.micro_batches if given is not None else 1)
@@ -154,7 +164,7 @@ class Builder:
             "mesh": self.groups.axes, "inputs": c.inputs, "outputs": c.outputs, "layout": c.layout, "precision": c.precision,
             "optimizer": getattr(c.optimizer, "__name__", c.optimizer), "grad_accumulation": c.grad_accumulation, "micro_batches": c.micro_batches, "backend": c.backend,
             "memory": "least" if w.least else w.memory_bytes, "cluster": w.cluster, "options": w.limits, "offload": w.offload,
-            "bucket_collectives": c.bucket_collectives,
+            "bucket_collectives": c.bucket_collectives, "schedule": "" if c.schedule is None else c.schedule.text(),
         }  # fmt: skip
         return {
             "the model's parameters and buffers": "\n".join(held),
@@ -172,20 +182,25 @@ class Builder:
 
     def distribute(self) -> None:
         """Every parameter becomes a DTensor, in the placement that is right for all layouts that do not split tensors."""
-        layout = self.first if self.layout is None or self.layout.tensor else self.layout
+        layout, mesh, whole = self.first if self.layout is None or self.layout.tensor else self.layout, self.mesh, self.device_mesh
+        if self.pipeline is not None:  # whose stages are not known yet
+            whole = self.groups.whole
+            mesh = Mesh.of({n: whole.size(i) for i, n in enumerate(whole.mesh_dim_names or ())})
+            every = tuple(a.name for a in mesh.axes if a.size > 1)
+            layout = Layout(data=every, shard=every, name="fsdp")
 
         def placements(name: str, shape: tuple[int, ...]) -> tuple[DPlacement, ...]:
-            choice = param_choice(Tensor(name, tuple(shape), "float32"), Placement.of(tuple(shape)), layout, self.mesh, True)
-            return dtensor_placements(choice.storage, self.mesh)
+            choice = param_choice(Tensor(name, tuple(shape), "float32"), Placement.of(tuple(shape)), layout, mesh, True)
+            return dtensor_placements(choice.storage, mesh)
 
         shared = {id(b): n for n, b in self.model.named_buffers()}
         aliases = [(m, a, shared[id(t)]) for m in self.model.modules() for a, t in vars(m).items() if id(t) in shared]
         # No list of them: it would keep every whole parameter alive while they are cut one by one.
         with during("compile: parameters being spread", self.groups.ranks):
             if any(t.is_meta for t in itertools.chain(self.model.parameters(), self.model.buffers())):
-                materialize(self.model, self.device_mesh, placements, torch.initial_seed(), self.device)
+                materialize(self.model, whole, placements, torch.initial_seed(), self.device)
             else:
-                distribute(self.model, self.device_mesh, placements)
+                distribute(self.model, whole, placements)
         if self.device.type != "cpu":
             for m in self.model.modules():
                 for n, b in m._buffers.items():
@@ -199,8 +214,14 @@ class Builder:
 
     def settle(self, choices: dict[str, ParamChoice]) -> None:
         """Moves parameters (and gradients) to the plan's storage, in place: optimizers keep their references."""
+        pipeline = self.pipeline
+        if pipeline is not None and not pipeline.placed:
+            pipeline.place(self.model, choices)
+            return
         params = dict(self.model.named_parameters(remove_duplicate=False))
         for name, choice in choices.items():
+            if pipeline is not None and name in pipeline.away:
+                continue
             p = params[name]
             want = dtensor_placements(choice.storage, self.mesh)
             assert isinstance(p, DTensor)
@@ -251,6 +272,12 @@ class Builder:
         if captured.family is not None:
             made_for = "; ".join(v.said(call.paths) for v in captured.family.varying)
             plan = replace(plan, solver={**plan.solver, "sizes": made_for})
+        step: Step
+        parts = None
+        if self.pipeline is not None:
+            parts = staged(self.pipeline, captured, graph, plan)
+            self.pipeline.holding(self.model, parts.holders)
+            stored = {n: stored[owner(n)] for n in parts.graph.params}
         with during("compile: parameters moving to where the plan has them", ranks):
             self.settle({n: c for n, c in plan.params.items() if n not in fixed})
         with during("compile", ranks):
@@ -260,12 +287,15 @@ class Builder:
             )  # fmt: skip
             kind = ("train" if self.model.training else "eval") + ("" if grad else "-no-grad")
             with told("forward compiled", tells):
-                if captured.family is None:
+                if self.pipeline is not None and parts is not None:
+                    step = StagedStep(self.pipeline, parts, self.groups, settings, kind)
+                elif captured.family is None:
                     step = Step(captured, graph, plan, self.groups, settings, kind)
                 else:
                     step = agreed(self.groups, lambda: (self._general(captured, graph, plan, settings, kind), {}))
         if decides or self.plan is None or (self.layout is not None and grad and not self.plan.collectives):
-            self.plan = step.plan.answering_as(plan)
+            whole = replace(step.plan, params=plan.params).answering_as(plan)
+            self.plan = self.pipeline.told(whole, step) if self.pipeline is not None and isinstance(step, StagedStep) else whole
         else:
             self.plan = replace(self.plan, params={**plan.params, **self.plan.params})
         self.planned = self.planned or decides
@@ -387,6 +417,8 @@ class Builder:
         budget_bytes = request.memory_bytes or (self.cluster.device.usable_bytes if self.cluster else math.inf)
         s = training_config(stored, trainable, c.precision.reduce, c.optimizer, budget_bytes, c.grad_accumulation, self.micro_batches)
         s = replace(s, fuses=c.backend == "inductor")
+        if self.pipeline is not None:
+            s = of_a_stage(s, len(self.pipeline.ranks), self.pipeline.lists.stages, self.pipeline.in_flight)
         return s if self.cluster is None else Offload.of(request.offload, self.cluster).within(s, self.cluster)
 
     def store(self, plan: Plan) -> str:

@@ -63,6 +63,17 @@ class GradSync:
         self.buffers = {r.name: Waiting(t, at[r.name][0]) for r, t in results.items() if r.kind == "grad" and t is not None}
         return {r: t for r, t in results.items() if r.kind != "grad"}
 
+    def handed(self, found: Mapping[str, torch.Tensor], enabled: bool) -> dict[str, torch.Tensor]:
+        """Gradients that were reduced already, as a pipeline's are, with those that wait; nothing while they are only accumulated."""
+        sync, _ = self.variant(enabled)
+        self.count += 1
+        for name, t in found.items():
+            self._add_reduced(name, t)
+        if not sync:
+            return {}
+        whole, self.reduced = self.reduced, {}
+        return whole
+
     def _taken(self, step: Step) -> dict[Role, torch.Tensor]:
         """The buffers that `step` takes in, zeros where there is none of a gradient of its; none at all where it would take in nothing else."""
         held, self.buffers = self.buffers, {}  # nobody but the step holds them: each is freed when its gradient is added

@@ -137,6 +137,7 @@ class InputReader:
         mine = [(n, tuple(t.shape), f"{t.dtype} {order_of(t)}", self._digest(t)) for n, t in zip(call.paths, call.tensors, strict=True)]
         mine.append(("other arguments", (), "", repr(call.constants)))
         everyone = all_gathered(self.groups, mine)
+        self._compare_stages(call)
         for rank, theirs in enumerate(everyone):
             if theirs != everyone[0]:
                 differ = next(
@@ -157,8 +158,27 @@ class InputReader:
                     'DistributedSampler pass inputs="local" to autopar.compile',
                 )
 
+    def _compare_stages(self, call: Call) -> None:
+        """In a pipeline, the ranks of one place in the stages' meshes pass the same samples: each stage makes masks and the like of them by itself. Collective."""
+        if self.mode != "local" or self.groups.whole is self.groups.device_mesh:
+            return
+        digests = [_digest(t) for t in call.tensors if not isinstance(t, DTensor)]
+        place = tuple(sorted(self.groups.coordinates.items()))
+        first: dict[object, tuple[int, object]] = {}
+        for rank, (there, theirs) in zip(self.groups.ranks, all_gathered(self.groups, (place, digests)), strict=True):
+            other, expected = first.setdefault(there, (rank, theirs))
+            if theirs != expected:
+                raise InputError(
+                    f"ranks {other} and {rank} have the same place in their stages of the pipeline, and were given different batches",
+                    fix='with inputs="local" deal data out by the model\'s own numbers: DistributedSampler(data, num_replicas=model.data_world, rank=model.data_rank)',
+                )
+
     def _digest(self, t: torch.Tensor) -> str:
         if self.mode == "local" or isinstance(t, DTensor):
             return ""
-        data = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return hashlib.blake2b(data.numpy().tobytes(), digest_size=16).hexdigest()
+        return _digest(t)
+
+
+def _digest(t: torch.Tensor) -> str:
+    data = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(data.numpy().tobytes(), digest_size=16).hexdigest()

@@ -78,6 +78,8 @@ class MicroBatches:
 
     def number(self, module: Parted, call: Call) -> int:
         """Of micro-batches that a training call is run as: no more than it has samples."""
+        if module._builder.pipeline is not None:
+            return module._builder.pipeline.number(samples_in(call))
         if not module._builder.micro_batches:
             self.choose(module, call, autocast_dtype(module._builder.device))
         return min(module._builder.micro_batches, samples_in(call))

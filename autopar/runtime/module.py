@@ -29,6 +29,7 @@ from autopar.checkpoint.pretrained import read_pretrained, write_pretrained
 from autopar.distributed.failures import during
 from autopar.distributed.shards import cut
 from autopar.errors import AutoparError, InputError
+from autopar.passes.stages.separate import owner
 from autopar.plan.plan import Plan
 from autopar.runtime import sharded_output
 from autopar.runtime.buckets import Buckets, Lengths, to_longest
@@ -38,6 +39,7 @@ from autopar.runtime.calls import autocast_dtype, hashable, signed
 from autopar.runtime.check import FirstStep, asked
 from autopar.runtime.copies import copied
 from autopar.runtime.eager_calls import is_method_of, run_whole
+from autopar.runtime.executor import EvaluationRun, TrainingRun
 from autopar.runtime.gradients import GradSync
 from autopar.runtime.hooks import refuse_unfit_hooks
 from autopar.runtime.inputs import UnequalSizesError
@@ -48,6 +50,8 @@ from autopar.runtime.programs import FIXED, Counts, Program, Programs
 from autopar.runtime.python_state import PythonState, constants_hold, said
 from autopar.runtime.run import Apply, Run, Tensors, padded_local
 from autopar.runtime.sizes import SizesSeen
+from autopar.runtime.staged_calls import StagedCalls, refuse_away, refusing_away
+from autopar.runtime.stages import StagedStep
 from autopar.runtime.step import Step, StepStats
 from autopar.tensors.memory_format import order_of
 
@@ -95,6 +99,7 @@ class ParallelModule(nn.Module):
         self._touched: set[bool] = set()  # in training (True), in evaluation (False): outputs besides the loss were asked for
         self._sync = GradSync(config.grad_accumulation, builder.reduced)
         self._micro = MicroBatches()
+        self._stages = None if builder.pipeline is None else StagedCalls(builder.pipeline, builder.device)
         self._seed: int | None = None
         self._calls = 0
         watch(self, config.optimizer)
@@ -107,6 +112,8 @@ class ParallelModule(nn.Module):
     def forward(self, *args: object, **kwargs: object) -> object:
         args, kwargs = sharded_output.whole((args, off_cache(self.__dict__["_wrapped"], kwargs)))
         call, step, lengths = self._agreed(args, kwargs)
+        if self._stages is not None:
+            return self._pack(*self._stages.run(self, call, step), lengths)
         tensors = Tensors.of(self)
         with during("forward: local inputs", self._builder.groups.ranks):
             if isinstance(step, PartedCall):
@@ -127,7 +134,8 @@ class ParallelModule(nn.Module):
 
         def of(lengths: Lengths, args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[Call, Step | PartedCall, Lengths]:
             call = Call.of(args, kwargs)
-            if self.training and self._needs_grad(call) and (number := self._micro.number(self, call)) > 1:
+            trains = self._needs_grad(call) and (self.training or self._stages is not None)
+            if trains and (number := self._micro.number(self, call)) > 1:
                 return call, self._micro.parted(self, call, number), lengths
             return call, self._step_for(call, self._needs_grad(call)), lengths
 
@@ -170,7 +178,7 @@ class ParallelModule(nn.Module):
         formats = tuple((t.requires_grad, order_of(t)) for t in call.tensors)
         loss_only = self._config.outputs == "loss" and self.training not in self._touched
         constants = hashable(call.constants)
-        loss_only = loss_only or batch is not None
+        loss_only = loss_only or batch is not None or (grad and self._stages is not None)
         part = None if batch is None else (batch.of, batch.parts)
         kind = (self.training, grad, autocast, call.spec, constants, formats, loss_only, part)
         step = self._held(kind, shapes, version)
@@ -185,7 +193,7 @@ class ParallelModule(nn.Module):
         content = dict(self._state.content)
         seen = self._programs.seen(call, constants)
         while True:
-            general = batch is None and self._programs.may_generalize(kind)
+            general = batch is None and self._stages is None and self._programs.may_generalize(kind)
             varying = seen.varying(call, shapes, self._builder.batch_ranks, was_planned) if general else ()
             try:
                 made = self._builder.build(call, shapes, grad, autocast, loss_only, varying, batch)
@@ -259,7 +267,7 @@ class ParallelModule(nn.Module):
         params, buffers = tensors.params, tensors.buffers
         for role in {*step.base.forward_inputs, *step.base.backward_inputs}:
             if role.kind == "param":
-                values[role] = padded_local(params[role.name], step.plan.params[role.name].storage.local_shape(step.plan.mesh))
+                values[role] = padded_local(params[owner(role.name)], step.plan.params[role.name].storage.local_shape(step.plan.mesh))
             elif role.kind == "buffer":
                 values[role] = buffers[role.name] if role.name in buffers else self._attribute(role.name)
             elif role.kind == "coordinate":
@@ -296,18 +304,18 @@ class ParallelModule(nn.Module):
             of, self._calls = self._calls, self._calls + 1
         return torch.tensor([seed % (1 << 62), of], dtype=torch.int64, device=self._builder.device)
 
-    def _pack(self, run: Run, outputs: tuple[torch.Tensor | None, ...], lengths: Lengths) -> object:
+    def _pack(self, run: Run | TrainingRun | EvaluationRun, outputs: tuple[torch.Tensor | None, ...], lengths: Lengths) -> object:
         """lengths: of what was padded, before that."""
         captured = run.step.captured
         places = run.step.plan.outputs
         leaves = [captured.constants.get(i, self._outputs.worn(o, places[i])) for i, o in enumerate(outputs)]
         result = _torch.pytree.tree_unflatten(leaves, captured.out_spec)
         if captured.loss_only:
-            rest = self._rest(run, lengths) if captured.samples is None else not_kept(self._builder.micro_batches)
+            rest = not_kept(self._builder.micro_batches) if isinstance(run, TrainingRun) or captured.samples else self._rest(run, lengths)
             return result[LOSS] if self._config.loss_fn is not None else LossOutput(result[LOSS], rest)
         return cut_padding(result, lengths) if lengths else result
 
-    def _rest(self, run: Run, lengths: Lengths) -> Callable[[], Any]:
+    def _rest(self, run: Run | EvaluationRun, lengths: Lengths) -> Callable[[], Any]:
         """What computes all outputs of a call that has computed its loss alone: the same call again, with the same random numbers. Later calls then compute them at
         once."""
         call, number, before, training = run.call, self._calls - 1, run.before, self.training
@@ -326,6 +334,8 @@ class ParallelModule(nn.Module):
                 )
             with torch.set_grad_enabled(grad), torch.autocast(state, dtype=autocast[1], enabled=autocast[0]):
                 step = self._step_for(call, self._needs_grad(call))
+                if self._stages is not None:
+                    return self._pack(*self._stages.run(self, call, step, lambda: self._counters(number)), lengths)
                 tensors = Tensors.of(self)
                 with during("outputs that were asked for: local inputs", self._builder.groups.ranks):
                     values = self._values(step, call, tensors, lambda: self._counters(number))
@@ -343,7 +353,9 @@ class ParallelModule(nn.Module):
 
     def _needs_grad(self, call: Call) -> bool:
         """Also where only inputs want gradients: a frozen or parameterless model."""
-        return torch.is_grad_enabled() and any(t.requires_grad for t in itertools.chain(self.parameters(), call.tensors))
+        return torch.is_grad_enabled() and any(
+            t.requires_grad for t in itertools.chain(self.__dict__["_wrapped"].parameters(), call.tensors)
+        )
 
     # ---- what the user may ask -------------------------------------------------------------------------------
 
@@ -354,6 +366,11 @@ class ParallelModule(nn.Module):
         if plan is None:
             raise no_plan()
         return plan
+
+    @property
+    def lies_on_stages(self) -> bool:
+        """Whether this rank has the tensors of its stages of a pipeline alone: from the first call on."""
+        return self._stages is not None and self._stages.pipeline.placed
 
     @property
     def data_world(self) -> int:
@@ -385,7 +402,7 @@ class ParallelModule(nn.Module):
     @property
     def stats(self) -> dict[str, StepStats]:
         """Counts of what compilation did: distinct layers lowered, cache hits, copies made for kernels that demand another layout."""
-        return {str(i): s.stats for i, s in enumerate(self._programs.steps())}
+        return {str(i): s.stats for i, s in enumerate(self.compiled_steps)}
 
     @property
     def programs(self) -> Counts:
@@ -410,13 +427,20 @@ class ParallelModule(nn.Module):
 
     @property
     def compiled_steps(self) -> tuple[Step, ...]:
-        """One for each kind of call so far."""
-        return tuple(self._programs.steps())
+        """One for each kind of call so far; in a pipeline, for each of this rank's stages."""
+        return tuple(s for step in self._programs.steps() for s in (step.steps.values() if isinstance(step, StagedStep) else (step,)))
 
     def train(self, mode: bool = True) -> ParallelModule:
         super().train(mode)
         self.__dict__["_wrapped"].training = mode
         return self
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """In a pipeline, of this rank's stages alone, once they are known: from the first call on."""
+        away = self._builder.pipeline.away if self._builder.pipeline is not None else ()
+        for name, p in super().named_parameters(prefix, recurse, remove_duplicate):
+            if not away or name.removeprefix(prefix + "." if prefix else "") not in away:
+                yield name, p
 
     @overload
     def state_dict(self, *, destination: StateDict, prefix: str = ..., keep_vars: bool = ...) -> StateDict: ...
@@ -425,19 +449,29 @@ class ParallelModule(nn.Module):
     def state_dict(self, *, prefix: str = ..., keep_vars: bool = ...) -> dict[str, torch.Tensor]: ...
 
     def state_dict(self, *args: object, **kwargs: object) -> object:
-        return self.__dict__["_wrapped"].state_dict(*args, **kwargs)
+        found = self.__dict__["_wrapped"].state_dict(*args, **kwargs)
+        if self._stages is not None:
+            prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+            for name in self._stages.pipeline.away:
+                found.pop(f"{prefix}{name}", None)
+        return found
 
     def save_pretrained(self, folder: str | os.PathLike[str], max_shard_size: int = 5 * 1000**3) -> None:
         """Config and weights in Hugging Face layout; of a peft model its adapters, in peft's. Collective: every rank calls it, rank 0 writes, and holds one file's
         worth. max_shard_size: bytes of a file. Raises CheckpointError on all ranks."""
+        refuse_away(self._builder.pipeline, "save_pretrained")
         write_pretrained(self, self.__dict__["_wrapped"], folder, max_shard_size)
 
     def load_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Fills the model in place from what `save_pretrained` wrote, or transformers or peft: every rank reads the slices of its shards, and adapters whole. Raises
         CheckpointError, before any tensor is touched, where names or shapes do not match."""
+        refuse_away(self._builder.pipeline, "load_pretrained")
         read_pretrained(self, self.__dict__["_wrapped"], folder)
 
     def load_state_dict(self, state_dict: Mapping[str, object], *args: object, **kwargs: object) -> LoadedKeys:
+        if self._stages is not None:
+            mine: LoadedKeys = self._stages.load(self.__dict__["_wrapped"], state_dict, *args, **kwargs)
+            return mine
         loaded: LoadedKeys = self.__dict__["_wrapped"].load_state_dict(state_dict, *args, **kwargs)
         return loaded
 
@@ -469,7 +503,8 @@ class ParallelModule(nn.Module):
             found = getattr(wrapped, name)
             if not is_method_of(wrapped, found):
                 return found
-            return run_whole(wrapped, found, self._builder.groups, self._reader.mode == "local")
+            whole = run_whole(wrapped, found, self._builder.groups, self._reader.mode == "local")
+            return whole if self._stages is None else refusing_away(self._stages.pipeline, name, whole)
 
     def _get_name(self) -> str:
         """The model's class: libraries decide by it how a loss is made."""
@@ -477,6 +512,7 @@ class ParallelModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """A module of its own on the same mesh, by the same plan, with parameters and buffers of its own."""
+        refuse_away(self._builder.pipeline, "copy.deepcopy")
         wrapped = copied(self.__dict__["_wrapped"], memo)
         other = ParallelModule.__new__(ParallelModule)
         memo[id(self)] = other

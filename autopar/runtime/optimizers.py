@@ -21,6 +21,7 @@ from autopar._torch import stepping
 from autopar.cost.optimizers import KINDS, Kind, kind_of, known
 from autopar.errors import OptimizerError
 from autopar.runtime.muon import dealt
+from autopar.runtime.staged_calls import StagedCalls
 
 
 @dataclass
@@ -49,7 +50,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         ours = {id(p) for p in module.parameters()}
         if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
             _check(optimizer, w.planned)
-            _move_state(optimizer)
+            _move_state(optimizer, getattr(module, "_stages", None))
             stepping.begin(_named(module, optimizer), functools.partial(_refused, type(optimizer).__name__))
 
 
@@ -117,11 +118,19 @@ def _bytes(kind: Kind, wide: int) -> float:
     return kind.state_bytes + wide * (kind.moments + kind.temporaries)
 
 
-def _move_state(optimizer: Optimizer) -> None:
-    """State made (or loaded) before the first call follows the parameters to their final placement."""
-    for p, state in optimizer.state.items():
+def _move_state(optimizer: Optimizer, stages: StagedCalls | None = None) -> None:
+    """State made (or loaded) before the first call follows the parameters to their final placement; of a parameter that is on no stage here, none is left."""
+    for p, state in list(optimizer.state.items()):
         if not isinstance(p, DTensor):
             continue
-        for key, value in state.items():
-            if isinstance(value, DTensor) and value.shape == p.shape and value.placements != p.placements:
+        for key, value in list(state.items()):
+            if not isinstance(value, DTensor) or value.shape != p.shape:
+                continue
+            if stages is not None and value.device_mesh != p.device_mesh:
+                moved = stages.pipeline.followed(value, p)
+                if moved is None:
+                    optimizer.state.pop(p, None)
+                else:
+                    state[key] = moved
+            elif value.placements != p.placements:
                 state[key] = value.redistribute(p.device_mesh, p.placements)

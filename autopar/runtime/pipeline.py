@@ -6,6 +6,7 @@
     make_plan     Folded, Cluster, mesh             -> Plan       the integer program (`autopar.planner`); or propagate: Graph, Layout -> Plan
     shard         Captured, Graph, Plan             -> Sharded    fx, local shapes, collectives
     joint passes  Sharded                           -> Sharded    laid out, equal calls once, nothing dead
+    cut           Sharded                           -> Stages     in a pipeline: a joint graph for every stage (`autopar.runtime.stages`)
     partition     Sharded                           -> Parts      forward and backward apart; what is saved between them, what runs again
     offload       Parts                             -> Parts      what the plan keeps away from the device leaves and comes back
     overlap       Parts                             -> Parts      parameters gathered ahead of their use, gradients reduced behind it; small ones together
@@ -35,7 +36,7 @@ from autopar.graph.varying import Varying
 from autopar.passes.manager import joint_passes, overlap, run_passes
 from autopar.passes.offload import offload
 from autopar.passes.partition import Parts, partition
-from autopar.passes.shard import shard
+from autopar.passes.shard import Sharded, shard
 from autopar.passes.sharding.emit import Options
 from autopar.passes.sharding.groups import group_names
 from autopar.plan.decisions import CollectiveUse, Decisions
@@ -102,12 +103,25 @@ def rewritten(
     captured: Captured, graph: Graph, plan: Decisions, groups: Groups, settings: Settings, sync: bool, accumulated: bool, dump: Dump
 ) -> tuple[Parts, tuple[CollectiveUse, ...]]:
     """What this rank runs, and its collectives. sync: gradients are reduced; accumulated: onto those of earlier calls."""
+    sharded = joint(captured, graph, plan, groups, settings, sync, accumulated, dump)
+    return halves(sharded, graph, plan, groups, settings, dump), sharded.collectives
+
+
+def joint(
+    captured: Captured, graph: Graph, plan: Decisions, groups: Groups, settings: Settings, sync: bool, accumulated: bool, dump: Dump
+) -> Sharded:
+    """Up to the joint passes: forward and backward in one graph."""
     s, fuses = settings, settings.backend == "inductor"
     options = Options(s.device, dict(s.storage), groups.prefix, s.reduce, sync, accumulated)
     with timed("shard"):
         sharded = shard(captured, graph, plan, options)
     with timed("joint passes"):
-        sharded = run_passes(sharded, groups.prefix, joint_passes(fuses=fuses), dump.graph)
+        return run_passes(sharded, groups.prefix, joint_passes(fuses=fuses), dump.graph)
+
+
+def halves(sharded: Sharded, graph: Graph, plan: Decisions, groups: Groups, settings: Settings, dump: Dump) -> Parts:
+    """From the joint graph, of the whole program or of a pipeline's stage, to what is lowered."""
+    s, fuses = settings, settings.backend == "inductor"
     for axes in group_names(sharded.gm, groups.prefix):
         groups.ensure(axes)
     with timed("partition, offload, overlap"):
@@ -120,4 +134,4 @@ def rewritten(
     dump.graph("overlap, forward", parts.forward)
     dump.graph("overlap, backward", parts.backward)
     log.info("%d collectives, %d values saved for backward", len(sharded.collectives), len(parts.saved))
-    return parts, sharded.collectives
+    return parts

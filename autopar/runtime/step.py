@@ -7,7 +7,7 @@ backward variants (reduce gradients or not, with or without gradients accumulate
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict
 
@@ -22,13 +22,13 @@ from autopar.passes.bucket import bucketed
 from autopar.passes.lay_out import copies
 from autopar.passes.partition import Parts
 from autopar.passes.reductions import only_gradients
-from autopar.passes.shard import unreduced_grads
+from autopar.passes.shard import Sharded, unreduced_grads
 from autopar.plan.decisions import BUCKETED, CollectiveUse
 from autopar.plan.plan import Plan
 from autopar.runtime.dump import Dump
 from autopar.runtime.general import General, Strides
 from autopar.runtime.lower import Lowered, lower
-from autopar.runtime.pipeline import Settings, rewritten
+from autopar.runtime.pipeline import Settings, halves, rewritten
 from autopar.tensors.memory_format import with_strides
 from autopar.text.log import timed
 from autopar.text.progress import told
@@ -44,8 +44,18 @@ class StepStats(TypedDict):
 class Step:
     """One captured call, lowered. `forward(values)` returns (results by role, saved tensors); `backward(...)` the gradients."""
 
-    def __init__(self, captured: Captured, graph: Graph, plan: Plan, groups: Groups, settings: Settings, kind: str = "step") -> None:
-        """kind: "train", "eval", ...: what a dump of it is called."""
+    def __init__(
+        self,
+        captured: Captured,
+        graph: Graph,
+        plan: Plan,
+        groups: Groups,
+        settings: Settings,
+        kind: str = "step",
+        stage: Callable[[bool, bool], Sharded] | None = None,
+    ) -> None:
+        """kind: "train", "eval", ...: what a dump of it is called. stage: where it is a stage of a pipeline, its joint graph, by what becomes of gradients."""
+        self.stage = stage
         self.captured, self.graph, self.plan, self.groups, self.settings = captured, graph, plan, groups, settings
         self.dump = Dump(kind)
         self.dump.graph("captured", captured.gm)
@@ -123,6 +133,9 @@ class Step:
     def parts_of(
         self, captured: Captured, graph: Graph, plan: Plan, sync: bool, accumulated: bool, dump: Dump
     ) -> tuple[Parts, tuple[CollectiveUse, ...]]:
+        if self.stage is not None:
+            mine = self.stage(sync, accumulated)
+            return halves(mine, graph, plan, self.groups, self.settings, dump), mine.collectives
         return rewritten(captured, graph, plan, self.groups, self.settings, sync, accumulated, dump)
 
     def told(self, parts: Parts) -> dict[str, str | float | int]:

@@ -23,6 +23,7 @@ from autopar.rules import lookup
 from autopar.rules.strategy import placements
 from autopar.tensors.memory_format import lies_in
 
+DRAW = "draw"  # meta of a captured random operator: its number, where that is not its place among them
 HOLDS = "holds"  # meta of a node: (name, placement) of the captured values that it is
 
 
@@ -121,7 +122,7 @@ class Operators:
         is_random: bool,
     ) -> Any:
         axes = list(self.versions.coordinates)
-        index = self.random_ops
+        index = node.meta.get(DRAW, self.random_ops)
         if is_random and op.direction == "forward":
             self.random_ops += 1
         part = None

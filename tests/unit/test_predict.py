@@ -349,7 +349,7 @@ def test_layouts_that_are_none(wrong: dict[str, object], says: str) -> None:
 
 
 def test_pipelines_are_not_run() -> None:
-    with pytest.raises(LayoutError, match="priced, not run"):
+    with pytest.raises(LayoutError, match="pipelines are no layout"):
         Layout.of(Layout(pp=2), Mesh.of({"dp": 2}))
 
 

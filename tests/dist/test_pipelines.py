@@ -1,0 +1,195 @@
+"""A model on the stages of a pipeline trains as on one device: its loss, every gradient, steps of AdamW.
+
+python -m tests.dist.test_pipelines --model gpt2 --schedule interleaved --processes 2 [--mesh pp=2,dp=2] [--micro-batches 4] [--layers 4] [--local] [--backend inductor]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.kernels.random import EagerRandom
+from autopar.pipeline.named import NAMES
+from tests.dist.launch import run
+from tests.dist.test_planned import _cluster
+from tests.models import ZOO
+from tests.wide import cases
+
+BATCH, SEQ, SEED = 8, 16, 3
+LAYERS = 4
+
+
+def built(name: str, layers: int) -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(SEED)
+    return ZOO[name].build(layers).train(), ZOO[name].inputs(BATCH, SEQ)
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """As a share of the largest element of `a`, the reference."""
+    whole = b.full_tensor() if isinstance(b, DTensor) else b
+    assert whole.shape == a.shape
+    return float((a - whole).abs().max() / (a.abs().max() + 1e-6))
+
+
+def trained(
+    name: str,
+    mesh: dict[str, int],
+    schedule: str = "1f1b",
+    number: int = 4,
+    layers: int = LAYERS,
+    *,
+    layout: str | None = "fsdp",
+    local: bool = False,
+    steps: int = 3,
+    scale: float = 1.0,
+    backend: str = "aot_eager",
+    virtual: int | None = None,
+) -> dict[str, Any]:
+    """Trains on the mesh and on one device. The largest difference of losses, gradients and parameters; the parameters that this rank has."""
+    reference, batch = built(name, layers)
+    model = copy.deepcopy(reference)
+    torch.manual_seed(SEED)
+    planned: dict[str, Any] = {"cluster": _cluster()} if layout is None else {"layout": layout}
+    compiled = autopar.compile(
+        model,
+        mesh,
+        micro_batches=number,
+        schedule=schedule,
+        virtual_stages=virtual,
+        backend=backend,
+        inputs="local" if local else "global",
+        **planned,
+    )
+    optimizers = [torch.optim.AdamW(m.parameters(), 1e-3, eps=1e-3) for m in (reference, compiled)]
+    worst = {"loss": 0.0, "gradients": 0.0, "parameters": 0.0}
+    theirs = dict(reference.named_parameters())
+
+    def note(what: str, d: float) -> None:
+        worst[what] = max(worst[what], d) if math.isfinite(d) else math.inf
+
+    for step in range(steps):
+        with EagerRandom(SEED, step):
+            loss = reference(**batch)["loss"]
+            (loss * scale).backward()
+        each = BATCH // compiled.data_world if local else BATCH
+        first = each * compiled.data_rank if local else 0
+        mine = compiled(**{k: v[first : first + each] for k, v in batch.items()})["loss"]
+        (mine * scale).backward()
+        note("loss", difference(loss.detach(), mine.detach()))
+        for n, q in compiled.named_parameters():
+            p = theirs[n]
+            assert (p.grad is None) == (q.grad is None), n
+            if p.grad is not None and q.grad is not None:
+                note("gradients", difference(p.grad, q.grad))
+        for o in optimizers:
+            o.step()
+            o.zero_grad()
+        for n, q in compiled.named_parameters():
+            note("parameters", difference(theirs[n].detach(), q.detach()))
+    return {**worst, "has": [n for n, _ in compiled.named_parameters()], "all": list(theirs)}
+
+
+Case = tuple[str, dict[str, int], str, int, int, str | None, bool]  # model, mesh, schedule, micro-batches, layers, layout, local inputs
+TWO: list[Case] = [
+    ("llama", {"pp": 2}, "1f1b", 4, 2, "fsdp", False),
+    ("gpt2", {"pp": 2}, "interleaved", 4, 4, "fsdp", False),
+    ("lora", {"pp": 2}, "zb-h1", 2, 2, None, False),
+]
+FOUR: list[Case] = [
+    ("gpt2", {"pp": 2, "dp": 2}, "1f1b", 4, 2, "fsdp", True),
+    ("llama", {"pp": 2, "tp": 2}, "zbv", 4, 4, "tp", False),
+]
+_MORE_ON_FOUR: list[Case] = [
+    *(("gpt2", {"pp": 4}, schedule, 8, 8, "fsdp", False) for schedule in NAMES),
+    ("llama", {"pp": 4}, "1f1b", 4, 4, None, False),
+    ("t5", {"pp": 4}, "1f1b", 4, 2, "fsdp", False),
+    *((name, {"pp": 2, "dp": 2}, "interleaved", 2, 4, layout, layout == "fsdp") for name in ("llama", "gpt2", "bert") for layout in ("fsdp", None, "ddp")),
+    *((name, {"pp": 2, "tp": 2}, "1f1b", 4, 4, "tp", False) for name in ("llama", "gpt2", "bert", "mixtral")),
+    ("llama", {"dp": 2, "pp": 2}, "1f1b", 4, 4, "fsdp", True),
+]  # fmt: skip
+
+
+def _more(name: str) -> list[Case]:
+    if name == "t5":  # two layers are four, encoder and decoder
+        return [("t5", {"pp": 2}, "1f1b", 4, 2, "fsdp", False), ("t5", {"pp": 2}, "zbv", 4, 2, None, False)]
+    return [
+        *((name, {"pp": 2}, schedule, 4, 4, "fsdp", False) for schedule in NAMES),
+        (name, {"pp": 2}, "1f1b", 8, 2, None, False),
+        (name, {"pp": 2}, "1f1b", 1, 2, "fsdp", False),
+    ]
+
+
+# By name: processes, and what they run one after the other.
+CASES: dict[str, tuple[int, list[Case]]] = {
+    "two": (2, TWO),
+    "four": (4, FOUR),
+    "more on four": (4, _MORE_ON_FOUR),
+    **{name: (2, _more(name)) for name in ("llama", "gpt2", "gemma3", "bert", "mixtral", "vit", "lora", "qwen3", "t5")},
+}
+
+
+def _all(which: list[Case]) -> list[dict[str, Any]]:
+    return [
+        trained(name, mesh, schedule, number, layers, layout=layout, local=local)
+        for name, mesh, schedule, number, layers, layout, local in which
+    ]
+
+
+@pytest.mark.parametrize("which", cases(CASES, ["two", "four"]))
+def test_equals_one_device(which: str) -> None:
+    processes, run_cases = CASES[which]
+    found = run(_all, processes, run_cases, timeout=1800)
+    for case, *ranks in zip(run_cases, *found, strict=True):
+        assert max(r[k] for r in ranks for k in ("loss", "gradients", "parameters")) < 2e-4, (case, ranks)
+        assert max(r["loss"] for r in ranks) < 5e-6, case
+        # Every parameter is somewhere, and no rank has all.
+        assert {n for r in ranks for n in r["has"]} == set(ranks[0]["all"]), case
+        assert all(len(r["has"]) < len(r["all"]) for r in ranks), case
+
+
+def _mesh(text: str, processes: int) -> dict[str, int]:
+    return {n: int(s) for n, s in (a.split("=") for a in text.split(","))} if text else {"pp": processes}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="llama")
+    parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--mesh", default="")
+    parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--layout", default="fsdp")
+    parser.add_argument("--backend", default="aot_eager")
+    parser.add_argument("--local", action="store_true")
+    args = parser.parse_args()
+    mesh = _mesh(args.mesh, args.processes)
+    for name in args.model.split(","):
+        for schedule in args.schedule.split(","):
+            found = run(_main, math.prod(mesh.values()), name, mesh, schedule, args)
+            said = {k: max(f[k] for f in found) for k in ("loss", "gradients", "parameters")}
+            has = [len(f["has"]) for f in found]
+            assert {n for f in found for n in f["has"]} == set(found[0]["all"])
+            print(
+                f"{name:<8} {schedule:<12} {mesh}: "
+                + ", ".join(f"{k} {v:.1e}" for k, v in said.items())
+                + f"; parameters {has} of {len(found[0]['all'])}",
+                flush=True,
+            )
+
+
+def _main(name: str, mesh: dict[str, int], schedule: str, args: argparse.Namespace) -> dict[str, Any]:
+    layout = None if args.layout == "planned" else args.layout
+    return trained(name, mesh, schedule, args.micro_batches, args.layers, layout=layout, local=args.local, backend=args.backend)
+
+
+if __name__ == "__main__":
+    main()
