@@ -15,6 +15,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.pipeline import Lists
 from autopar.plan.plan import Plan
 from autopar.planner.layout import Layout
+from autopar.planner.loss_head import checked as checked_form
 from autopar.planner.offload import Offload
 from autopar.planner.precision import Precision
 from autopar.planner.request import PlanRequest
@@ -49,6 +50,7 @@ def compile(
     bucket_collectives: bool = True,
     schedule: str | os.PathLike[str] | Lists | None = None,
     virtual_stages: int | None = None,
+    loss_head: str = "auto",
 ) -> ParallelModule:
     """Makes `model` train on `mesh` as it would on one device.
 
@@ -80,6 +82,8 @@ def compile(
     schedule: of a pipeline, which a mesh with an axis "pp" has: "gpipe", "1f1b" (default), "interleaved", or the path of a .csv in torch's notation. A training call then
         runs as micro_batches (default: two for each rank along pp) on stages that are cut from the graph, forwards and backwards; `.backward()` hands out the gradients.
     virtual_stages: of an interleaved pipeline, how many stages each rank has; default 2.
+    loss_head: whether a linear layer under a cross-entropy makes all its logits ("plain") or makes them tile by tile, and again in backward ("chunked"); "auto": by the planner,
+        as is faster or fits, and "plain" in a hand layout. Where a step is asked for its logits it has them.
     options: of the solver: "seconds" it may take (60), relative "gap" at which it stops (0.01).
 
     Collective: all ranks call it alike, and a rank with other arguments, another model or another program is refused on all. One rank plans.
@@ -117,7 +121,7 @@ def compile(
     lists = schedule_of(device_mesh, schedule, virtual_stages, number, outputs, request.plan)
     config = Config(
         loss_fn, inputs, layout, Precision.of(precision), optimizer, grad_accumulation, backend, outputs, request, dynamic, lengths,
-        bucket_collectives, number if lists is None else lists.micro_batches, lists,
+        bucket_collectives, number if lists is None else lists.micro_batches, lists, checked_form(loss_head),
     )  # fmt: skip
     module = ParallelModule(model, device_mesh, config)
     if example_inputs is not None:

@@ -391,6 +391,33 @@ nodes that have their experts, and weights are gathered inside of nodes alone; w
 {origin(results, "experts")}"""
 
 
+def loss_head(results: dict[str, Result]) -> str:
+    r = results["loss_head"]
+    rows = []
+    for x in results["loss_head_planned"]["predicted"]:
+        layers = f", {x['layers']} layers" if x["layers"] else ""
+        case = f"{x['model']}{layers}, {x['cluster']}, {x['sequences']} x {x['tokens']:,}, {x['optimizer']}"
+        for memory in ("fastest", "least"):
+            plain, chunked = (x[f"{form}, {memory}"] for form in ("plain", "chunked"))
+            times = [f"{1e3 * p['step_time_s']:,.1f} ms" for p in (plain, chunked)]
+            rows.append([case, size(x["logits_bytes"]), memory, *(size(p["peak_memory_bytes"]) for p in (plain, chunked)), *times])
+    runs = [[x["form"], size(x["resident_more_bytes"]), f"{x['step_s']:.2f} s", f"{x['loss']:.6f}"] for x in r["measured"]]
+    a = r["arguments"]
+    return f"""## A head without logits
+
+Predicted steps with all logits in memory, and with logits that are made tile by tile and again in backward, in bfloat16. Of each form the fastest plan,
+and the plan of least memory; logits are those of the whole step, in float32.
+
+{table(["case", "logits", "plan", "peak, plain", "chunked", "step, plain", "chunked"], rows)}
+
+Measured on this machine's CPU, a Llama of one layer, {a["tokens"]:,} tokens, a vocabulary of {a["vocabulary"]:,} and width {a["width"]} in {a["dtype"]} ({size(r["logits_bytes"])} of logits), {"compiled by Inductor" if a["backend"] == "inductor" else "call by call"}: what a process has resident
+at most beyond what it has between steps, and a step's time, medians of {a["repeats"]} processes each. Other work ran on the machine meanwhile. Nothing was measured on a GPU.
+
+{table(["head", "resident more", "step", "loss"], runs)}
+
+{origin(results, "loss_head", "loss_head_planned")}"""
+
+
 def overlap(results: dict[str, Result]) -> str:
     r = results["overlap"]
     s = r["setting"]

@@ -46,6 +46,13 @@ class Family(Generic[C]):
         sizes = {dim: v.step * n for v, n in zip(self.varying, units, strict=True) for dim in v.dims}
         return bool(self.symbols.hold(units) and self._traced.hold(lambda i, d: sizes[i, d]))
 
+    def then(self, change: Callable[[C], C]) -> Family[C]:
+        """The family of what `change` makes of this one's programs, at any sizes."""
+        finish = self._finish
+        return Family(
+            self.gm, self.symbols, self.varying, self.constants, self._traced, lambda gm, mode, units: change(finish(gm, mode, units))
+        )
+
     def others(self, number: int) -> Iterator[tuple[int, ...]]:
         """Up to so many further numbers of units that could stand for the sizes."""
         return (u for u in others(self.varying, self.constants, 4 * number) if self.holds(u))

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from autopar.cli.options import AsJson, Batch, Computed, Devices, Model, Sequence, writable
-from autopar.cli.planned import Accumulation, Axes, Gap, Hand, Layers, Micro, Offloaded, Optimizer, Step
+from autopar.cli.planned import Accumulation, Axes, Gap, Hand, Head, Layers, Micro, Offloaded, Optimizer, Step
 from autopar.errors import AutoparError
 
 
@@ -19,6 +19,7 @@ def frontier(
     memory: Annotated[str | None, typer.Option(help="no plan that needs more of a device: 70GB, 64GiB, or bytes; without it any")] = None,
     offload: Offloaded = None,
     layout: Hand = None,
+    loss_head: Head = "plain",
     time_limit: Annotated[float | None, typer.Option(min=0.1, help="seconds that all points together may take")] = None,
     gap: Gap = None,
     points: Annotated[int, typer.Option(min=2, help="at most so many plans")] = 20,
@@ -48,6 +49,7 @@ def frontier(
         time_limit,
         gap,
         micro_batches=micro_batches,
+        loss_head=loss_head,
     )
     found = asked.ask("frontier", points=points)
     if as_json:

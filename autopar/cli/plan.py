@@ -8,14 +8,28 @@ from typing import Annotated
 import typer
 
 from autopar.cli.options import AsJson, Batch, Computed, Devices, Model, Sequence, writable
-from autopar.cli.planned import Accumulation, Axes, Gap, Hand, Layers, Memory, Micro, Offloaded, Optimizer, PlanningMemory, Step, TimeLimit
+from autopar.cli.planned import (
+    Accumulation,
+    Axes,
+    Gap,
+    Hand,
+    Head,
+    Layers,
+    Memory,
+    Micro,
+    Offloaded,
+    Optimizer,
+    PlanningMemory,
+    Step,
+    TimeLimit,
+)
 from autopar.errors import AutoparError
 
 
 def plan(
     model: Model, cluster: Devices, batch: Batch, seq: Sequence, mesh: Axes = None, layers: Layers = None, precision: Computed = "bf16",
     optimizer: Optimizer = "adamw", grad_accumulation: Accumulation = 1, micro_batches: Micro = "1", memory: Memory = None, offload: Offloaded = None, layout: Hand = None,
-    time_limit: TimeLimit = None, gap: Gap = None, planning_memory: PlanningMemory = None,
+    loss_head: Head = "auto", time_limit: TimeLimit = None, gap: Gap = None, planning_memory: PlanningMemory = None,
     output: Annotated[str | None, typer.Option("--output", "-o", metavar="FILE", help="write the plan here; - is standard output")] = None,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
@@ -41,6 +55,7 @@ def plan(
         gap,
         planning_memory,
         micro_batches,
+        loss_head,
     )
     made = asked.ask("plan")
     from autopar.plan import schema as plan_schema

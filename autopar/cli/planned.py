@@ -40,6 +40,14 @@ Memory = Annotated[
 Offloaded = Annotated[
     str | None, typer.Option("--offload", help="where activations may be kept besides the device: host, nvme or host,nvme")
 ]
+Head = Annotated[
+    str,
+    typer.Option(
+        "--loss-head",
+        metavar="FORM",
+        help="whether the head under a loss makes its logits: plain; chunked: tile by tile, and again in backward; auto: as is faster or fits",
+    ),
+]
 Hand = Annotated[str | None, typer.Option("--layout", help="keep to a hand layout: ddp, fsdp, tp, fsdp+tp or fsdp+ep")]
 TimeLimit = Annotated[float | None, typer.Option(min=0.1, help="seconds that planning may take, from the model to the plan")]
 PlanningMemory = Annotated[
@@ -69,6 +77,7 @@ class Step:
     gap: float | None
     planning_memory: str | None = None
     micro_batches: str = "1"
+    loss_head: str = "plain"
 
     def check(self, mesh: str | dict[str, int] | None) -> None:
         """Raises what the planner would raise of these words after seconds of imports and of building the model."""
@@ -76,12 +85,14 @@ class Step:
         from autopar.graph.mesh import Mesh
         from autopar.hardware.cluster import Cluster
         from autopar.planner.layout import Layout
+        from autopar.planner.loss_head import checked
         from autopar.planner.offload import Offload
 
         where = Cluster.of(self.cluster)
         axes = mesh_axes(mesh, where)
         refuse_unfilled(axes, where)
         kind_of(self.optimizer)
+        checked(self.loss_head)
         Offload.of(self.offload, where)
         if self.layout is not None:
             Layout.of(self.layout, Mesh.of(axes))
@@ -108,7 +119,7 @@ class Step:
             return does(
                 module, shapes, self.cluster, shape,
                 precision=self.precision, optimizer=self.optimizer, grad_accumulation=self.grad_accumulation, micro_batches=micro, layout=self.layout,
-                memory=budget, offload=self.offload, options=options or None, progress=on_progress, in_subprocess=cli_options.alone and is_worthwhile(), **asked,
+                memory=budget, offload=self.offload, loss_head=self.loss_head, options=options or None, progress=on_progress, in_subprocess=cli_options.alone and is_worthwhile(), **asked,
             )  # fmt: skip
 
 

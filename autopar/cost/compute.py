@@ -3,6 +3,7 @@
     matmul      2 x product of all loops                                 m k, k n -> m n:  2 m k n
     attention   2 b h q s (e + d), half of it causal; backward 2.5 times   (five products for two: Dao et al., FlashAttention-2)
     conv        2 x product of n, channels, kernel and the positions where the kernel is put; backward: as much for dx and for dW
+    loss head   a matmul for its scores, and one for each gradient: `loss_head.py`
     moe         2 m k n, a rank with a share of the experts having that share of the rows (experts equally busy); backward twice. Routed experts: `experts.py`
 
 A multiply-add counts as two; complex numbers count as four real products.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from autopar.cost import experts
+from autopar.cost import experts, loss_head
 from autopar.graph.graph import Op
 from autopar.graph.mesh import Mesh
 from autopar.rules.grammar import Rule
@@ -44,12 +45,15 @@ def flops(op: Op, rule: Rule, strategy: Strategy, mesh: Mesh) -> float:
 
 def compute_dtype(op: Op) -> str:
     """The dtype the products are made in: that of the first operand which is no integer."""
+    if loss_head.is_loss_head(op):
+        return loss_head.dtype(op)
     inputs = op.inputs
     return next((t.dtype for t in inputs if t.dtype.startswith(("float", "bfloat", "complex"))), inputs[0].dtype if inputs else "float32")
 
 
 def _matmul(op: Op, rule: Rule, n: Mapping[str, int]) -> float:
-    return 2.0 * math.prod(n.values())
+    each = 2.0 * math.prod(n.values())
+    return each * loss_head.products(op) if loss_head.is_loss_head(op) else each
 
 
 def _attention(op: Op, rule: Rule, n: Mapping[str, int]) -> float:

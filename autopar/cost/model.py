@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from autopar.cost import compute, experts, links, memory
+from autopar.cost import compute, experts, links, loss_head, memory
 from autopar.cost.fusion import Fused, Share, fused
 from autopar.cost.links import CollectiveCost
 from autopar.cost.recompute import LEAST, Halves, halves
@@ -118,7 +118,12 @@ class Cost:
             moved += DRAW_BYTES * math.prod(outs[0].local_shape(self.mesh))
             launches += DRAW_CALLS
         kind = compute.attention_kind(op, rule, strategy, self.mesh) if rule.kind == "attention" else rule.kind
-        return OpCost(self.kernel_s(kind, compute.compute_dtype(op), flops, moved, launches), flops, moved, launches)
+        seconds = self.kernel_s(kind, compute.compute_dtype(op), flops, moved, launches)
+        if loss_head.is_loss_head(op):
+            n = compute.local_sizes(rule, strategy, self.mesh)
+            passes, kernels = loss_head.passes_bytes(op, n), loss_head.launches(op, n)
+            return OpCost(seconds + self.kernel_s("cheap", "", 0.0, passes, kernels), flops, moved + passes, launches + kernels)
+        return OpCost(seconds, flops, moved, launches)
 
     def least_s(self, op: Op, rule: Rule) -> float:
         """What one run of `op` takes at least, however it is split: all its work and all its bytes evenly over all devices. Nothing is said where rates are measured,

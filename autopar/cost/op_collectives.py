@@ -3,6 +3,7 @@
 nll_loss, mean or sum      [sum, count], in float32 at least, over all axes that split the scores
 nll_loss, one per target   the losses, over the axes that split the classes
 softmax, log_softmax       a maximum and a sum for every row, over the axes that split the row; backward: a sum
+a head without logits      the largest score of a token, then sums, over the axes that split words (`loss_head.py`)
 batch_norm in training     a number for every channel, twice, forward and backward, over the axes that split anything else
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from autopar.cost import experts
+from autopar.cost import experts, loss_head
 from autopar.cost.memory import base_name
 from autopar.graph.graph import DTYPE_BYTES, Op, Tensor
 from autopar.graph.mesh import Mesh
@@ -30,6 +31,8 @@ def inside(
     name = base_name(op)
     if experts.is_experts(op):
         return experts.exchanged(op, rule, strategy, ins, mesh)
+    if loss_head.is_loss_head(op):
+        return loss_head.exchanged(op, strategy, ins, mesh)
     if name in ("nll_loss_forward", "nll_loss2d_forward"):
         scores, each = op.inputs[0], op.args[3] not in (MEAN, SUM)
         axes = _axes(mesh, {a for a, (x, _) in strategy.items() if x == "c" or not each})

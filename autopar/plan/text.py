@@ -39,11 +39,14 @@ PREDICTED = {
     "blocking_collectives",
 }
 PREDICTED |= {f"{stage}_s" for stage in STAGES} | {*BUCKETED}
+# Operators of ours that stand in the place of several, and what they do.
+FUSED = {"autopar.linear_log_prob_v1.default": "a linear layer under a cross-entropy, whose logits are made tile by tile"}
 # What the letters of a rule are called; any other operator's are told as they are.
 LETTERS = {
     "aten.mm": {"m": "tokens", "k": "in", "n": "out"},
     "aten.bmm": {"b": "batch", "m": "rows", "k": "in", "n": "columns"},
     "aten.embedding": {"d0": "batch", "d1": "sequence", "v": "vocabulary", "d": "features"},
+    "autopar.linear_log_prob_v1": {"t": "tokens", "v": "vocabulary"},
     "autopar.experts_v1": {"t": "tokens", "f": "features", **{f"x{i}": "experts" for i in range(16)}},
     "autopar.attention_v1": {"b": "batch", "g": "heads", "r": "query heads", "q": "queries"},
 }
@@ -62,6 +65,7 @@ def text(plan: Decisions) -> str:
     lines += _blocks(plan)
     lines += _collectives(plan)
     lines.append(f"fallbacks (ops without a rule, replicated): {plan.fallbacks or 'none'}")
+    lines += [f"fused: {said}, {n} x" for target, said in FUSED.items() if (n := sum(t == target for t in plan.targets.values()))]
     if plan.unmet:
         lines.append(f"kept, though tagged to be made again: {'; '.join(plan.unmet)}")
     if plan.repeated:
@@ -69,6 +73,8 @@ def text(plan: Decisions) -> str:
     lines += _predicted(plan)
     if "gap" in plan.solver:
         lines.append(f"solver: within {float(plan.solver['gap']):.2%} of the bound, stopped by {plan.solver.get('stopped_by', 'gap')}")
+    if "loss_head" in plan.solver:
+        lines.append(f"head of the loss: {plan.solver['loss_head']}")
     if "micro_batches" in plan.solver:
         lines += textwrap.wrap(f"micro-batches tried: {plan.solver['micro_batches']}", WIDTH, subsequent_indent="    ")
     if "sizes" in plan.solver:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from autopar.cost import compute
+from autopar.cost import compute, loss_head
 from autopar.graph.graph import Tensor
 from autopar.graph.mesh import Mesh
 from autopar.hardware.cluster import Cluster
@@ -59,6 +59,8 @@ def model_flops(folded: Folded, mesh: Mesh) -> dict[str, float]:
         once = compute.flops(op, rule, {}, mesh)
         if rule.kind == "attention" and compute.is_backward(op):
             once *= ATTENTION_BACKWARD / compute.ATTENTION_BACKWARD
+        elif loss_head.is_loss_head(op) and compute.is_backward(op):
+            once *= 1 - 1 / loss_head.products(op)  # the scores are made once more
         if once:
             out[compute.compute_dtype(op)] += times * once
     return out

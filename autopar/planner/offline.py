@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from torch import nn
 from autopar.capture.capture import Call, Captured, Shapes, capture, off_cache
 from autopar.capture.depth_reduced import reduced_depth
 from autopar.capture.describe import describe
+from autopar.capture.fusions.table import fused, logits_bytes
 from autopar.capture.in_subprocess import beside
 from autopar.capture.micro_batches import WholeBatch, samples_of
 from autopar.capture.randomness import refuse_unknown_random
@@ -32,6 +34,9 @@ from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.found import Found
 from autopar.planner.frontier import Frontier, frontier_graph
 from autopar.planner.layout import Layout
+from autopar.planner.loss_head import AUTO as ANY_FORM
+from autopar.planner.loss_head import CHUNKED, PLAIN, Form, better, is_chunked, may_matter
+from autopar.planner.loss_head import checked as checked_form
 from autopar.planner.memory import Memory
 from autopar.planner.micro_batches import AUTO, candidates, checked, fastest, of_the_call
 from autopar.planner.offload import Offload
@@ -50,13 +55,19 @@ Captures = dict[int, WholeBatch]
 
 @dataclass(frozen=True)
 class Task:
-    """A step that is to be planned."""
+    """A step that is to be planned. form: of its program (`loss_head`); other: the same step, of another form."""
 
     model: nn.Module
     folded: Folded
     mesh_axes: dict[str, int]
     cluster: Cluster
     training: TrainingConfig
+    form: str = PLAIN
+    other: Task | None = None
+
+    @property
+    def forms(self) -> tuple[Task, ...]:
+        return (self,) if self.other is None else (self, self.other)
 
 
 def plan(
@@ -76,6 +87,7 @@ def plan(
     options: Mapping[str, float] | None = None,
     progress: Callable[[str, float], None] | None = None,
     in_subprocess: bool = False,
+    loss_head: str = "auto",
 ) -> Plan:
     """The best plan of one training step of `model` on `cluster`.
 
@@ -85,7 +97,8 @@ def plan(
     (`autopar.planner.micro_batches`). memory: budget of a device in bytes; "fastest", as by default: what it has, less a reserve; "least": the plan of the smallest
     peak instead of the fastest one. offload: where activations may be kept besides the device: "host",
     False or an `Offload`; default nowhere. layout: the best plan that is this hand
-    layout. options: "seconds" from the call to the plan, "gap", "memory_bytes" of this process. progress: called with a stage's name and its seconds (`autopar.text.stages` says with what else). in_subprocess: captures two depths of the model at
+    layout. loss_head: whether a linear layer under a cross-entropy makes all its logits ("plain"), or makes them tile by tile and again in backward ("chunked"); "auto": both
+    are planned where that may matter (`autopar.planner.loss_head`). options: "seconds" from the call to the plan, "gap", "memory_bytes" of this process. progress: called with a stage's name and its seconds (`autopar.text.stages` says with what else). in_subprocess: captures two depths of the model at
     once, one in a forked process: not where other threads run or CUDA is in use.
 
     Raises InfeasibleError when nothing fits, CaptureError, MeshError, ClusterError, LayoutError.
@@ -99,11 +112,17 @@ def plan(
     def tasked(m: int) -> Task:
         return task(
             model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, on_progress, in_subprocess, m,
-            None if number == 1 else captures,
+            None if number == 1 else captures, loss_head,
         )  # fmt: skip
 
     def planned(m: int, t: Task) -> Plan:
-        since = on_progress.start if m == 1 or number != AUTO else None
+        return better(tuple(Form(f.form, partial(planned_form, m, f, t), partial(least_s, m, f)) for f in t.forms), least)
+
+    def least_s(m: int, t: Task) -> float:
+        return m * least_of(t.folded, t.mesh_axes, t.cluster, t.training)
+
+    def planned_form(m: int, t: Task, first: Task) -> Plan:
+        since = on_progress.start if t is first and (m == 1 or number != AUTO) else None
         if since is None and not limits.in_proportion:
             since = on_progress.start
         found = plan_graph(t.folded, t.mesh_axes, t.cluster, t.training, limits, on_progress, layout, least, since)
@@ -127,7 +146,7 @@ def plan(
         made, _ = fastest(
             candidates(batch or 1),
             tasked,
-            lambda m, t: m * least_of(t.folded, t.mesh_axes, t.cluster, t.training),
+            lambda m, t: min(least_s(m, f) for f in t.forms),
             planned,
             lambda: time.perf_counter() > late,
         )
@@ -153,12 +172,15 @@ def frontier(
     options: Mapping[str, float] | None = None,
     progress: Callable[[str, float], None] | None = None,
     in_subprocess: bool = False,
+    loss_head: str = "plain",
 ) -> Frontier:
     """Plans from the fastest to the one of least memory: `plan.frontier()` of what `plan` makes of the same arguments, without making it.
 
-    points: at most so many. memory: no plan that needs more; default any, also more than a device has. options: "seconds" are for all points.
+    points: at most so many. memory: no plan that needs more; default any, also more than a device has. loss_head: "plain" or "chunked". options: "seconds" are for all points.
     """
     on_progress = _Stages(progress)
+    if checked_form(loss_head) == ANY_FORM:
+        raise AutoparError('a frontier is of one program, and loss_head="auto" of two', fix='pass "plain" or "chunked"')
     request = Memory.of(memory)
     if request.least:
         raise AutoparError(
@@ -166,6 +188,7 @@ def frontier(
         )
     t = task(
         model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, on_progress, in_subprocess, micro_batches,
+        None, loss_head,
     )  # fmt: skip
     most = math.inf if request.budget_bytes is None else request.budget_bytes
     found = _frontier(t, points, limits_of(options), on_progress, layout, most)
@@ -192,6 +215,7 @@ def explain(
     options: Mapping[str, float] | None = None,
     progress: Callable[[str, float], None] | None = None,
     in_subprocess: bool = False,
+    loss_head: str = "auto",
 ) -> Explanation:
     """Why the plan that `plan` makes of the same arguments does not have `op` at `placement`, or what that would cost.
 
@@ -201,10 +225,18 @@ def explain(
     on_progress = _Stages(progress)
     t = task(
         model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, on_progress, in_subprocess, micro_batches,
+        None, loss_head,
     )  # fmt: skip
-    limits = limits_of(options)
+    limits, least = limits_of(options), Memory.of(memory).least
+
+    def planned(t: Task) -> Plan:
+        return plan_graph(t.folded, t.mesh_axes, t.cluster, t.training, limits, on_progress, layout, least).plan
+
+    if t.other is not None:
+        made = better(tuple(Form(f.form, partial(planned, f)) for f in t.forms), least)
+        t = t.other if is_chunked(made) else t
     training = t.training
-    if Memory.of(memory).least:
+    if least:
         training = within(training, plan_graph(t.folded, t.mesh_axes, t.cluster, training, limits, on_progress, layout, True).plan)
     found = explain_graph(t.folded, t.mesh_axes, t.cluster, training, op, placement, limits, on_progress, layout)
     on_progress.rest()
@@ -241,6 +273,7 @@ def task(
     in_subprocess: bool = False,
     micro_batches: int = 1,
     captures: Captures | None = None,
+    loss_head: str = PLAIN,
 ) -> Task:
     """Checks the arguments of `plan` and captures the model, at the size of a micro-batch (the largest, where they differ). captures: of the whole batch, by the
     parameters of the module that was captured: those of other numbers of micro-batches are made of the same."""
@@ -248,13 +281,22 @@ def task(
     axes = mesh_axes(mesh, where)
     budget_bytes = Memory.of(memory).budget_bytes
     kind_of(optimizer)
+    checked_form(loss_head)
     if grad_accumulation < 1:
         raise AutoparError(f"grad_accumulation must be at least 1, not {grad_accumulation}")
     p = Precision.of(precision)
     tensors = {k: v if isinstance(v, torch.Tensor) else torch.empty(tuple(v), dtype=torch.int64, device="meta") for k, v in inputs.items()}
     params = dict(model.named_parameters(remove_duplicate=False))
 
-    def captured(module: nn.Module) -> Graph:
+    seen: dict[int, Captured] = {}  # of programs that were captured for another form
+
+    def captured(module: nn.Module, form: str) -> Graph:
+        size = len(list(module.parameters()))
+        if size not in seen:
+            seen[size] = captured_whole(module)
+        return describe(fused(seen[size]) if form == CHUNKED else seen[size])
+
+    def captured_whole(module: nn.Module) -> Captured:
         module.train()
         call = Call.of((), off_cache(module, tensors))
         shapes = tuple((tuple(t.shape), t.dtype) for t in call.tensors)
@@ -271,22 +313,33 @@ def task(
             samples = samples_of(batch, micro_batches, math.prod(axes.values()))[0]
             found = whole.alone(captured_at) if micro_batches == 1 else whole.part(samples, captured_at)
         refuse_unknown_random(found.gm)
-        return describe(found)
+        return found
 
     on_progress(Begun("capture"), 0.0)
     start = time.perf_counter()
-    folded = program(model, captured, beside if in_subprocess else None)
+    budget = where.device.usable_bytes if budget_bytes is None else budget_bytes
+
+    def of(form: str) -> Task:
+        folded = program(model, partial(captured, form=form), beside if in_subprocess else None)
+        made = training_config(
+            {n: q.dtype for n, q in params.items()},
+            frozenset(n for n in folded.graph.params if params[n].requires_grad),
+            p.reduce,
+            optimizer,
+            budget,
+            grad_accumulation,
+            micro_batches,
+        )
+        return Task(model, folded, axes, where, Offload.of(offload, where).within(made, where), form)
+
+    found = of(PLAIN if loss_head == ANY_FORM else loss_head)
+    # Heads are the same at any depth.
+    if loss_head == ANY_FORM and may_matter(
+        logits_bytes(next(iter(seen.values()))), math.prod(axes.values()), budget, Memory.of(memory).least
+    ):
+        found = replace(found, other=of(CHUNKED))
     on_progress("capture", time.perf_counter() - start)
-    made = training_config(
-        {n: q.dtype for n, q in params.items()},
-        frozenset(n for n in folded.graph.params if params[n].requires_grad),
-        p.reduce,
-        optimizer,
-        where.device.usable_bytes if budget_bytes is None else budget_bytes,
-        grad_accumulation,
-        micro_batches,
-    )
-    return Task(model, folded, axes, where, Offload.of(offload, where).within(made, where))
+    return found
 
 
 def shapes_of(inputs: Mapping[str, torch.Tensor | Sequence[int]]) -> list[tuple[int, ...]]:

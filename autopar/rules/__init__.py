@@ -17,7 +17,7 @@ from autopar.rules.grammar import Dim, Factor, Line, Rule, match
 RuleFn = Callable[[Op], "Line | str | Rule | None"]
 _RULES: dict[str, RuleFn] = {}
 _MODULES = (
-    "pointwise", "view", "matmul", "reduction", "norm", "index", "factory", "attention", "conv", "loss", "random", "moe", "experts",
+    "pointwise", "view", "matmul", "reduction", "norm", "index", "factory", "attention", "conv", "loss", "random", "moe", "experts", "loss_head",
 )  # fmt: skip
 
 

@@ -44,6 +44,7 @@ from autopar.plan.schema import canonical, dumps
 from autopar.planner.formulation.overlap_windows import window_of
 from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.layout import Layout
+from autopar.planner.loss_head import AUTO, is_chunked
 from autopar.planner.micro_batches import fastest, of_the_call
 from autopar.planner.offload import Offload
 from autopar.planner.planning import least_of
@@ -53,6 +54,7 @@ from autopar.planner.request import PlanRequest, asked, following, make_plan, re
 from autopar.planner.staged import of_a_stage
 from autopar.planner.storage import param_choice
 from autopar.runtime.compile_cache import CompileOnce
+from autopar.runtime.forms import Forms, settled
 from autopar.runtime.init import distribute, materialize
 from autopar.runtime.inputs import InputReader
 from autopar.runtime.pipeline import Seen, Settings, seen
@@ -84,6 +86,7 @@ class Config:
     bucket_collectives: bool = True
     micro_batches: int | str | None = None
     schedule: Lists | None = None  # of a mesh with an axis `pp`
+    loss_head: str = AUTO
 
 
 def no_plan() -> AutoparError:
@@ -117,6 +120,8 @@ class Builder:
         self.plan: Plan | None = None
         self.largest = 0  # elements of an input, of the calls that `too_large` has looked at
         self.planned = self.layout is not None
+        # Whether heads under a loss make no logits; None: not known before there is a plan.
+        self.chunked = settled(config.loss_head, given, self.planned)
         self.once = CompileOnce(self.groups.id, self.groups.here) if config.backend == "inductor" else None
         self.coordinates: dict[str, torch.Tensor] = {}
         # Of a training call; 0 until it is chosen ("auto").
@@ -164,7 +169,7 @@ class Builder:
             "mesh": self.groups.axes, "inputs": c.inputs, "outputs": c.outputs, "layout": c.layout, "precision": c.precision,
             "optimizer": getattr(c.optimizer, "__name__", c.optimizer), "grad_accumulation": c.grad_accumulation, "micro_batches": c.micro_batches, "backend": c.backend,
             "memory": "least" if w.least else w.memory_bytes, "cluster": w.cluster, "options": w.limits, "offload": w.offload,
-            "bucket_collectives": c.bucket_collectives, "schedule": "" if c.schedule is None else c.schedule.text(),
+            "bucket_collectives": c.bucket_collectives, "schedule": "" if c.schedule is None else c.schedule.text(), "loss_head": c.loss_head,
         }  # fmt: skip
         return {
             "the model's parameters and buffers": "\n".join(held),
@@ -257,15 +262,17 @@ class Builder:
         config = self.config
         ranks, tells = self.groups.ranks, self.groups.rank == 0
         program = self.seen(call, shapes, grad, autocast, loss_only, varying, batch)
-        captured, graph, folded = program.captured, program.graph, program.folded
-        stored, trainable = self.parameters(graph)
+        stored, trainable = self.parameters(program.graph)
         fixed = self.plan.params if self.plan and self.planned else {}
-        decides = not self.planned and any(o.direction == "backward" for o in graph.ops)
+        decides = not self.planned and any(o.direction == "backward" for o in program.graph.ops)
         if decides:
             with during("planning", ranks):
-                plan = self.chosen or self.make_plan(folded, stored, trainable)
-                self.chosen = None
-        else:
+                plan, self.chosen = self.chosen or self.make_plan(program, stored, trainable), None
+            if self.chunked is None:
+                self.chunked = is_chunked(plan)
+                program = program.chunked or program if self.chunked else program
+        captured, graph, folded = program.captured, program.graph, program.folded
+        if not decides:
             plan = propagate(graph, self.layout or self.following, self.groups.axes, trainable, fixed)
         if batch is not None:
             plan = replace(plan, micro_batches=self.micro_batches).answering_as(plan)
@@ -320,6 +327,7 @@ class Builder:
                 loss_fn=config.loss_fn, loss_only=loss_only, grad=grad,
                 cast=config.precision.param, autocast=autocast, varying=varying, batch=batch,
             )  # fmt: skip
+            found = found.chunked or found if self.chunked else found
             program = "\n".join(f"{count} x {line}" for line, count in found.folded.lines)
             # A plan names operators, so their names must be the same as well.
             return found, {"the program": program, "its operators": "\n".join(o.name for o in found.graph.ops)}
@@ -340,17 +348,18 @@ class Builder:
 
     def choose(self, numbers: Sequence[int], task: Callable[[int], Seen]) -> None:
         """Plans each of these numbers of micro-batches for the call whose program `task` captures, and takes what is fastest. Collective."""
-        assert self.cluster is not None
-        cluster = self.cluster
 
         def least_s(m: int, found: Seen) -> float:
             self.micro_batches = m
-            return m * least_of(found.folded, self.groups.axes, cluster, self.training(*self.parameters(found.graph)))
+            s = self.training(*self.parameters(found.graph))
+            return m * Forms(found, self.chunked, self.mesh.size, s.budget_bytes, self.config.request.least).least_s(
+                lambda f: self._least_s(f, s)
+            )
 
         def planned(m: int, found: Seen) -> Plan:
             self.micro_batches = m
             with during("planning", self.groups.ranks):
-                return self.make_plan(found.folded, *self.parameters(found.graph))
+                return self.make_plan(found, *self.parameters(found.graph))
 
         try:
             self.chosen, best = fastest(numbers, task, least_s, planned)
@@ -376,14 +385,23 @@ class Builder:
         """Over how many ranks the batch is split; before there is a plan, over how many it may be."""
         return self.data_world if self.planned or self.config.inputs == "local" else self.mesh.size
 
-    def make_plan(self, folded: Folded, stored: dict[str, torch.dtype], trainable: frozenset[str]) -> Plan:
+    def make_plan(self, program: Seen, stored: dict[str, torch.dtype], trainable: frozenset[str]) -> Plan:
         """One rank plans, all apply what it says."""
         request, axes = self.config.request, self.groups.axes
         s = self.training(stored, trainable)
-        made = Plan.loads(from_first(self.groups, lambda: dumps(make_plan(request, self.cluster, folded, axes, s))))
+        forms = Forms(program, self.chunked, self.mesh.size, s.budget_bytes, request.least)
+
+        def here() -> str:
+            return dumps(forms.planned(lambda f: make_plan(request, self.cluster, f, axes, s), lambda f: self._least_s(f, s)))
+
+        made = Plan.loads(from_first(self.groups, here))
         if request.plan is not None or self.cluster is None:
             return made
-        return of_the_call(asked(made, request, self.cluster, folded, axes, s), self.micro_batches)
+        return of_the_call(asked(made, request, self.cluster, forms.that(made).folded, axes, s), self.micro_batches)
+
+    def _least_s(self, folded: Folded, s: TrainingConfig) -> float:
+        assert self.cluster is not None
+        return least_of(folded, self.groups.axes, self.cluster, s)
 
     def too_large(self, shapes: Shapes) -> str:
         """Of a call larger than the plan was made for, and than any before it, what to tell where it may not fit: activations grow as inputs do."""

@@ -1,6 +1,7 @@
 """From a module to a step, all stages in order. The page to read first.
 
     capture       nn.Module, one call               -> Captured   fx, forward and backward in one, fake tensors at global shapes
+    fuse          Captured                          -> Captured   operators of ours in place of many, where there are patterns and the plan wants them
     describe      Captured                          -> Graph      torch-free
     fold          Graph                             -> Folded     one copy of every repeated layer, with how many there are
     make_plan     Folded, Cluster, mesh             -> Plan       the integer program (`autopar.planner`); or propagate: Graph, Layout -> Plan
@@ -21,12 +22,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import nn
 
 from autopar.capture.capture import Call, Captured, Shapes, capture
 from autopar.capture.describe import describe
+from autopar.capture.fusions.table import fused
 from autopar.capture.micro_batches import WholeBatch
 from autopar.capture.randomness import refuse_unknown_random
 from autopar.cost import Cost
@@ -69,6 +72,15 @@ class Seen:
     captured: Captured
     graph: Graph
     folded: Folded
+
+    @cached_property
+    def chunked(self) -> Seen | None:
+        """With operators of ours where there are patterns (`autopar.capture.fusions`); None where there are none."""
+        captured = fused(self.captured)
+        if captured is self.captured:
+            return None
+        graph = describe(captured)
+        return Seen(captured, graph, fold(graph))
 
 
 def seen(

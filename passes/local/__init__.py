@@ -20,7 +20,7 @@ from autopar.passes.local.context import Local
 
 LocalFn = Callable[..., Any]
 _LOCAL: dict[str, LocalFn] = {}
-_MODULES = ("view", "reduction", "norm", "index", "factory", "attention", "conv", "loss", "random", "moe", "experts")
+_MODULES = ("view", "reduction", "norm", "index", "factory", "attention", "conv", "loss", "random", "moe", "experts", "loss_head")
 
 
 def local(*targets: str) -> Callable[[LocalFn], LocalFn]:

@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from autopar import _torch
 from autopar.capture.capture import Call, Captured, Role, capture, off_cache
 from autopar.capture.describe import describe
+from autopar.capture.fusions.table import fused
 from autopar.distributed.shards import cut, join
 from autopar.graph.graph import Graph
 from autopar.graph.mesh import Mesh
@@ -152,10 +153,12 @@ class Prepared:
     tensors: tuple[torch.Tensor, ...]
 
 
-def prepare(model: nn.Module, kwargs: dict[str, Any], loss_fn: Any = None, grad: bool = True) -> Prepared:
+def prepare(model: nn.Module, kwargs: dict[str, Any], loss_fn: Any = None, grad: bool = True, fuses: bool = False) -> Prepared:
+    """fuses: with operators of ours where there are patterns."""
     call = Call.of((), off_cache(model, kwargs))
     shapes = tuple((tuple(t.shape), t.dtype) for t in call.tensors)
     captured = capture(model, call, shapes, loss_fn=loss_fn, grad=grad)
+    captured = fused(captured) if fuses else captured
     return Prepared(model, captured, describe(captured), call.tensors)
 
 

@@ -4,7 +4,7 @@ Throughout: parameters and optimizer state as stored, buffers, this device's par
 Transient: what a position's own direction made and still reads, at the placement it was made in, and versions brought elsewhere from first to
 last use. Kept: from where it is made to its last use in backward, by what runs again too. Made again: from first to last use in backward, and, where strategies are
 fixed, from when what reads it runs again (`chains`).
-Gathered parameters live from a stretch before their use, unreduced gradients to a stretch after they are made (`windows`). Under gradient
+What an operator takes up while it runs (`workspace`) is there at its position. Gathered parameters live from a stretch before their use, unreduced gradients to a stretch after they are made (`windows`). Under gradient
 accumulation every unreduced gradient has a buffer that is there in forward too; in the last micro-batch backward trades it for the reduced
 gradient, in those before it keeps it: there are rows for both. Tensors that fused kernels never write are not counted. Rows whose terms
 another row has too, and more, are left out.
@@ -24,6 +24,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from autopar.cost import loss_head
+from autopar.cost.compute import local_sizes
 from autopar.graph.graph import DTYPE_BYTES
 from autopar.planner.formulation.formulated import Formulated
 from autopar.planner.formulation.largest_positions import At, LargestPositions
@@ -112,7 +114,7 @@ class Rows:
         for v in range(len(self.problem.values)):
             check()
             self.value(v)
-        if f.cost.fused is None and not self.is_bound:
+        if not self.is_bound:
             self.workspace()
         for key, nbytes, first, last in self.chains.stand() if self.chains else ():
             self.chained.plain.append((self.columns.of(key), first, last, nbytes))
@@ -307,11 +309,16 @@ class Rows:
                 self.add(("e", v, direction, a), -size[arc.src], first, last)
 
     def workspace(self) -> None:
-        """What operators that are run call by call make on the way to their results."""
+        """What operators make on the way to their results: random ones where they are run call by call, heads without logits anywhere."""
         f = self.f
         which = {key: i for i, key in enumerate(f.names.reruns)}
         for op in self.program.graph.ops:
-            if self.program.rules[op.name].kind == "random" and op.outputs[0] is not None:
+            if loss_head.is_loss_head(op):
+                rule, c = self.program.rules[op.name], f.clusters.of[self.program.q.rep[op.name]]
+                for s, chosen in enumerate(f.clusters.clusters[c].members[self.program.q.rep[op.name]]):
+                    nbytes = loss_head.workspace_bytes(op, local_sizes(rule, dict(chosen.split), self.mesh))
+                    self.add(("x", c, s), nbytes, self.life.position[op.name], self.life.position[op.name])
+            elif f.cost.fused is None and self.program.rules[op.name].kind == "random" and op.outputs[0] is not None:
                 name, t = self.program.q.rep[op.name], op.outputs[0]
                 c, recompute = f.clusters.of[name], which.get((name, self.program.q.segment[op.name]))
                 for s, made in enumerate(f.clusters.made[name]):

@@ -65,8 +65,7 @@ class Memory(Rows):
             self.value_now = v
             self.value(v)
         self.value_now, self.tensor_now = -1, ""
-        if self.f.cost.fused is None:
-            self.workspace()
+        self.workspace()
         during = self._again()
         names = list(self.columns.index)
         for k, first, last, nbytes in self.always.plain:  # what `accumulated` adds by itself

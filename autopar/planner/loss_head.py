@@ -1,0 +1,89 @@
+"""Whether the head under a loss makes its logits: a program has one form in which it does, and where a pattern is found another in which it does not (`autopar.capture.fusions`).
+
+    "plain"     all logits are in memory, in float32 too
+    "chunked"   they are made tile by tile, and once more in backward: four products in the head for three, and a tile's memory
+    "auto"      both are planned, and the faster plan is taken, or the one that fits; of least memory, where that is asked for
+
+Two programs are two integer programs. The second is not solved where it cannot be better: where all logits are less than a hundredth of a device's memory, or where no plan of it
+is faster than the plan of the first, by the least that its operators take on all devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from autopar.errors import AutoparError
+from autopar.plan.plan import Plan
+from autopar.planner.infeasible import InfeasibleError
+from autopar.rules.loss_head import FORWARD
+from autopar.text.sizes import format_bytes
+from autopar.text.times import format_time
+
+PLAIN, CHUNKED, AUTO = FORMS = ("plain", "chunked", "auto")
+SHARE = 0.01
+
+
+def checked(form: object) -> str:
+    """`loss_head=` of who plans or compiles."""
+    if not isinstance(form, str) or form not in FORMS:
+        raise AutoparError(
+            f"loss_head={form!r} is no form of a head under a loss",
+            fix='pass "auto" to have it planned, "chunked" to make logits tile by tile wherever a linear layer under a cross-entropy is found, or "plain"',
+        )
+    return form
+
+
+def is_chunked(plan: Plan) -> bool:
+    """Whether a plan is of a program whose head makes no logits."""
+    return FORWARD in plan.targets.values()
+
+
+def may_matter(logits_bytes: float, devices: int, budget_bytes: float, least: bool = False) -> bool:
+    """Whether logits of so many bytes are worth a second plan. least: of the smallest peak, whatever the budget."""
+    return logits_bytes > 0 and (least or logits_bytes / devices > SHARE * budget_bytes)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A program that may be planned. least_s: no plan of it takes less."""
+
+    name: str
+    planned: Callable[[], Plan]
+    least_s: Callable[[], float] = lambda: 0.0
+
+
+def better(forms: tuple[Form, ...], least: bool = False) -> Plan:
+    """The faster plan of those of a program's forms, or the one of the smaller peak, which says what the others take. Raises the last form's InfeasibleError where none
+    fits."""
+    said: dict[str, str] = {}
+    best: tuple[Form, Plan] | None = None
+    failed: InfeasibleError | None = None
+    for form in forms:
+        if best is not None and not least and (bound_s := form.least_s()) >= best[1].predicted["step_time_s"]:
+            said[form.name] = f"no less than {format_time(bound_s)}"
+            continue
+        try:
+            plan = form.planned()
+        except InfeasibleError as e:
+            failed, said[form.name] = e, f"does not fit, {format_bytes(e.shortfall_bytes)} too much"
+            continue
+        except AutoparError:  # for want of time: what another form came to stands
+            if best is None and failed is None:
+                raise
+            said[form.name] = "no plan was found"
+            continue
+        said[form.name] = f"{format_time(plan.predicted['step_time_s'])}, {format_bytes(plan.predicted['peak_memory_bytes'])}"
+        if best is None or _figure(plan, least) < _figure(best[1], least):
+            best = form, plan
+    if best is None:
+        assert failed is not None
+        raise failed
+    if len(forms) == 1:
+        return best[1]
+    solver = {**best[1].solver, "loss_head": "; ".join(f"{name}: {what}" for name, what in said.items())}
+    return replace(best[1], solver=solver).answering_as(best[1])
+
+
+def _figure(plan: Plan, least: bool) -> float:
+    return plan.predicted["peak_memory_bytes" if least else "step_time_s"]

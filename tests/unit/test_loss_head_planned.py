@@ -1,0 +1,210 @@
+"""Which form of a head is planned: by price where both may be had, as is said where it is said; and what plans and texts tell of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import autopar
+from autopar.cost import Cost
+from autopar.cost import loss_head as cost
+from autopar.errors import AutoparError
+from autopar.graph.mesh import Mesh
+from autopar.hardware.cluster import Cluster
+from autopar.plan.plan import Plan
+from autopar.planner import loss_head
+from autopar.planner.infeasible import InfeasibleError
+from autopar.planner.loss_head import Form, better, is_chunked
+from autopar.planner.offline import explain, frontier
+from autopar.rules import lookup
+from autopar.rules.loss_head import BACKWARD, FORWARD
+from tests.spmd.ops import call
+from tests.spmd.test_rules_loss_head import _called
+
+SIZES = dict(vocab_size=32_000, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
+SHAPE = (8, 512)  # logits of 4,096 x 32,000: 524 MB in float32
+ROOMY, TIGHT = 8e9, 250e6
+
+
+def planned(form: str = "auto", memory: Any = ROOMY, **how: Any) -> Plan:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    return autopar.plan(model, {"input_ids": SHAPE, "labels": SHAPE}, "h100:1x1", precision="bf16", memory=memory, loss_head=form, **how)
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[tuple[str, Any], Plan]:
+    asked = [("plain", ROOMY), ("chunked", ROOMY), ("auto", ROOMY), ("chunked", TIGHT), ("auto", TIGHT), ("auto", "least")]
+    return {(form, memory): planned(form, memory) for form, memory in asked}
+
+
+def test_where_there_is_room_the_faster_form_is_taken(plans: dict[tuple[str, Any], Plan]) -> None:
+    plain, chunked, auto = (plans[form, ROOMY] for form in loss_head.FORMS)
+    times = [p.predicted["step_time_s"] for p in (plain, chunked)]
+    assert auto.predicted["step_time_s"] == min(times) and is_chunked(auto) == (times[1] < times[0])
+    assert is_chunked(chunked) and not is_chunked(plain)
+    assert "plain: " in str(auto.solver["loss_head"]) and "chunked: " in str(auto.solver["loss_head"])
+    assert "loss_head" not in plain.solver and "loss_head" not in chunked.solver
+
+
+def test_what_the_logits_take_is_not_planned_for(plans: dict[tuple[str, Any], Plan]) -> None:
+    """The plain plan holds all scores in float32, the other a tile's."""
+    tokens = SHAPE[0] * SHAPE[1]
+    logits = 4 * tokens * SIZES["vocab_size"]
+    workspace = cost.workspace_bytes(_head(tokens), {"t": tokens, "v": SIZES["vocab_size"], "d": SIZES["hidden_size"]})
+    assert (
+        workspace < plans["chunked", ROOMY].predicted["peak_memory_bytes"] < logits < plans["plain", ROOMY].predicted["peak_memory_bytes"]
+    )
+
+
+def _head(tokens: int) -> Any:
+    with torch.device("meta"):
+        h, w = torch.empty(tokens, 64, dtype=torch.bfloat16), torch.empty(SIZES["vocab_size"], 64, dtype=torch.bfloat16)
+        row, y = torch.empty(tokens), torch.empty(tokens, dtype=torch.int64)
+        args = (row, None, row, h, w, None, y, row, 1.0, 0.0, 2**24, [True, True, False])
+        return call(torch.ops.autopar.linear_log_prob_backward_v1.default, args).op
+
+
+def test_what_does_not_fit_with_logits_may_fit_without(plans: dict[tuple[str, Any], Plan]) -> None:
+    with pytest.raises(InfeasibleError):
+        planned("plain", TIGHT)
+    auto = plans["auto", TIGHT]
+    assert is_chunked(auto) and auto.predicted["peak_memory_bytes"] <= TIGHT
+    assert str(auto.solver["loss_head"]).startswith("plain: does not fit, ")
+    assert auto.ops == plans["chunked", TIGHT].ops
+
+
+def test_of_least_memory(plans: dict[tuple[str, Any], Plan]) -> None:
+    assert is_chunked(plans["auto", "least"])
+
+
+def test_a_plan_says_what_it_has(plans: dict[tuple[str, Any], Plan], tmp_path: Path) -> None:
+    chunked = plans["chunked", ROOMY]
+    assert "fused: a linear layer under a cross-entropy, whose logits are made tile by tile, 1 x" in chunked.text()
+    assert "lm_head" in chunked.text() and "linear_log_prob_v1" in chunked.text()
+    assert "fused: " not in plans["plain", ROOMY].text()
+    assert f"head of the loss: {plans['auto', ROOMY].solver['loss_head']}" in plans["auto", ROOMY].text()
+    chunked.save(tmp_path / "plan.json")
+    assert is_chunked(Plan.load(tmp_path / "plan.json"))
+
+
+def test_small_logits_are_not_planned_twice() -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "vocab_size": 128}))
+    plan = autopar.plan(model, {"input_ids": (2, 8), "labels": (2, 8)}, "h100:1x1")
+    assert "loss_head" not in plan.solver and not is_chunked(plan)
+
+
+def test_explained_is_the_form_that_is_planned() -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    how = {"op": "lm_head", "placement": "a:vocabulary", "precision": "bf16"}
+    inputs = {"input_ids": SHAPE, "labels": SHAPE}
+    plain, chunked, tight = (
+        explain(model, inputs, "h100:1x2", {"a": 2}, **how, loss_head=form, memory=memory)
+        for form, memory in (("plain", ROOMY), ("chunked", ROOMY), ("auto", 0.6 * TIGHT))
+    )
+    assert plain.verdict == "cannot" and chunked.verdict in ("does", "costs")
+    assert "linear_log_prob_v1" in tight.text
+
+
+@pytest.mark.parametrize("form", ["Chunked", "", None, True, 3])
+def test_other_words_are_refused(form: Any) -> None:
+    with pytest.raises(AutoparError, match=r"loss_head=.* is no form of a head") as e:
+        planned(form)
+    assert '"chunked"' in str(e.value)
+    with pytest.raises(AutoparError, match="is no form of a head"):
+        autopar.compile(torch.nn.Linear(2, 2), loss_head=form)
+
+
+def test_a_frontier_is_of_one_program() -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    with pytest.raises(AutoparError, match="a frontier is of one program"):
+        frontier(model, {"input_ids": SHAPE, "labels": SHAPE}, "h100:1x1", loss_head="auto")
+
+
+# ---- the choice ----------------------------------------------------------------------------------------------------
+
+
+def _plan(seconds: float, peak: float) -> Plan:
+    made = Plan({"a": 1}, "planned", {}, {}, (), (), ())
+    return dataclasses.replace(made, predicted={"step_time_s": seconds, "peak_memory_bytes": peak})
+
+
+def _fails(too_much: float) -> Plan:
+    raise InfeasibleError("memory", too_much, "more of it")
+
+
+def _never() -> Plan:
+    raise AssertionError("it is planned, though it cannot be better")
+
+
+def test_the_better_of_two() -> None:
+    fast, small = Form("plain", lambda: _plan(1.0, 9.0)), Form("chunked", lambda: _plan(2.0, 3.0))
+    assert better((fast, small)).predicted["step_time_s"] == 1.0
+    assert better((fast, small), least=True).predicted["step_time_s"] == 2.0
+    assert (
+        better((Form("plain", lambda: _fails(5.0)), small)).solver["loss_head"]
+        == "plain: does not fit, 5 B too much; chunked: 2.000 s, 3 B"
+    )
+    with pytest.raises(InfeasibleError):
+        better((Form("plain", lambda: _fails(5.0)), Form("chunked", lambda: _fails(3.0))))
+
+
+def _late() -> Plan:
+    raise AutoparError("the solver has not stopped")
+
+
+def test_what_is_not_solved_in_time_changes_nothing() -> None:
+    late = Form("chunked", _late)
+    assert better((Form("plain", lambda: _plan(1.0, 9.0)), late)).predicted["step_time_s"] == 1.0
+    with pytest.raises(InfeasibleError):
+        better((Form("plain", lambda: _fails(5.0)), late))
+    with pytest.raises(AutoparError, match="not stopped"):
+        better((late, Form("plain", _never)))
+
+
+def test_what_cannot_be_faster_is_not_planned() -> None:
+    fast = Form("plain", lambda: _plan(1.0, 9.0))
+    assert "no less than 1.500 s" in str(better((fast, Form("chunked", _never, lambda: 1.5))).solver["loss_head"])
+    assert better((fast, Form("chunked", lambda: _plan(0.9, 9.0), lambda: 0.8))).predicted["step_time_s"] == 0.9
+    assert better((fast, Form("chunked", lambda: _plan(2.0, 3.0), lambda: 1.5)), least=True).predicted["peak_memory_bytes"] == 3.0
+
+
+# ---- the price -----------------------------------------------------------------------------------------------------
+
+
+def test_flops_are_of_the_products_it_makes() -> None:
+    """Forward a product of tokens, words and features; backward one for scores and one for each wanted gradient; and a rank its part."""
+    mesh = Mesh.of({"a": 2})
+    c = Cost(Cluster.of("h100:1x8"), mesh)
+    for wanted, lacking in ((3, ()), (2, (0, 2)), (2, (1,))):
+        for target, args, kwargs in _called(bias=True, lacking=lacking):
+            op = call(target, args).op
+            rule = lookup(op)
+            each = 2.0 * 24 * 36 * 5 * (1 if op.target == FORWARD else wanted)
+            for strategy, share in (({}, 1), ({"a": ("t", 12)}, 2), ({"a": ("v", 18)}, 2)):
+                ins, outs = loss_head_placements(rule, strategy, op)
+                assert c.op(op, rule, strategy, ins, outs).flops == each / share
+            assert op.target in (FORWARD, BACKWARD) and not kwargs
+
+
+def loss_head_placements(rule: Any, strategy: Any, op: Any) -> Any:
+    from autopar.rules.strategy import placements
+
+    return placements(rule, strategy, tuple(t.shape for t in op.inputs), tuple(None if t is None else t.shape for t in op.outputs))
+
+
+def test_smaller_tiles_move_more_and_hold_less() -> None:
+    found = []
+    for tile in (2**20, 2**22, 2**24):
+        op = dataclasses.replace(_head(8192), args=(*_head(8192).args[:10], tile, _head(8192).args[11]))
+        n = {"t": 8192, "v": SIZES["vocab_size"], "d": 64}
+        found.append((cost.passes_bytes(op, n), -cost.workspace_bytes(op, n), cost.launches(op, n)))
+    assert found == sorted(found, reverse=True)
