@@ -45,6 +45,8 @@ DEMANDS: dict[str, Demand] = {
     "aten.native_group_norm": Demand(whole=(1, 2), alike=(0,)),
     # The channels-last kernel writes the input's gradient also where none is wanted: a segmentation fault, in eager torch too (2.13).
     "aten.native_group_norm_backward": Demand(whole=(2, 3, 4), alike=(1, 0), mask=9),
+    # Where a batch of one has another stride than its size says, the kernel takes channels last for contiguous: wrong, in eager torch too (2.13).
+    "aten.native_batch_norm_backward": Demand(alike=(1, 0)),
     "aten.native_layer_norm_backward": Demand(whole=(3, 4)),
     "aten._fused_rms_norm_backward": Demand(whole=(3,)),
     "aten._weight_norm_interface": Demand(whole=(0, 1)),
