@@ -334,8 +334,10 @@ def task(
 
     found = of(PLAIN if loss_head == ANY_FORM else loss_head)
     # Heads are the same at any depth.
-    if loss_head == ANY_FORM and may_matter(
-        logits_bytes(next(iter(seen.values()))), math.prod(axes.values()), budget, Memory.of(memory).least
+    if (
+        loss_head == ANY_FORM
+        and seen
+        and may_matter(logits_bytes(next(iter(seen.values()))), math.prod(axes.values()), budget, Memory.of(memory).least)
     ):
         found = replace(found, other=of(CHUNKED))
     on_progress("capture", time.perf_counter() - start)
