@@ -411,7 +411,7 @@ and the plan of least memory; logits are those of the whole step, in float32.
 {table(["case", "logits", "plan", "peak, plain", "chunked", "step, plain", "chunked"], rows)}
 
 Measured on this machine's CPU, a Llama of one layer, {a["tokens"]:,} tokens, a vocabulary of {a["vocabulary"]:,} and width {a["width"]} in {a["dtype"]} ({size(r["logits_bytes"])} of logits), {"compiled by Inductor" if a["backend"] == "inductor" else "call by call"}: what a process has resident
-at most beyond what it has between steps, and a step's time, medians of {a["repeats"]} processes each. Other work ran on the machine meanwhile. Nothing was measured on a GPU.
+at most beyond what it has between steps, and a step's time, {"one process" if a["repeats"] == 1 else f"medians of {a['repeats']} processes"} each. Other work ran on the machine meanwhile. Nothing was measured on a GPU.
 
 {table(["head", "resident more", "step", "loss"], runs)}
 
@@ -445,7 +445,7 @@ ratios say something. gloo was later than the link by {share(r["late_s"] / r["bu
 
 
 SECTIONS: tuple[Callable[[dict[str, Result]], str], ...] = (
-    one_curve, published, steps, equal_memory, equal_memory_measured, offloaded, planning, restructured, layouts, building, overlap, lengths, experts, image_steps,
+    one_curve, published, steps, equal_memory, equal_memory_measured, offloaded, planning, restructured, layouts, building, overlap, lengths, experts, loss_head, image_steps,
 )  # fmt: skip
 
 
