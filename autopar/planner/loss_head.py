@@ -56,6 +56,8 @@ class Form:
 def better(forms: tuple[Form, ...], least: bool = False) -> Plan:
     """The faster plan of those of a program's forms, or the one of the smaller peak, which says what the others take. Raises the last form's InfeasibleError where none
     fits."""
+    if len(forms) == 1:
+        return forms[0].planned()  # which may be a plan that says nothing of times: a hand layout's, that was given
     said: dict[str, str] = {}
     best: tuple[Form, Plan] | None = None
     failed: InfeasibleError | None = None
@@ -79,8 +81,6 @@ def better(forms: tuple[Form, ...], least: bool = False) -> Plan:
     if best is None:
         assert failed is not None
         raise failed
-    if len(forms) == 1:
-        return best[1]
     solver = {**best[1].solver, "loss_head": "; ".join(f"{name}: {what}" for name, what in said.items())}
     return replace(best[1], solver=solver).answering_as(best[1])
 
