@@ -20,7 +20,7 @@ from autopar.planner.offload import Offload
 from autopar.planner.precision import Precision
 from autopar.planner.request import PlanRequest
 from autopar.runtime.buckets import checked
-from autopar.runtime.build import Config
+from autopar.runtime.config import Config
 from autopar.runtime.micro_batches import checked as checked_number
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.staged_calls import mesh_of, schedule_of

@@ -19,6 +19,7 @@ from torch import fx
 from autopar import _torch
 from autopar.capture.capture import Role
 from autopar.graph.calls import OFFLOADED, is_wait, shares_storage
+from autopar.passes.ancestors import ancestors
 from autopar.passes.fused_recompute import FusedRecompute
 from autopar.passes.recompute import recomputed_calls
 from autopar.passes.shard import Sharded
@@ -127,7 +128,7 @@ def _forward(
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     roles = []
-    needed = _closure([n for n in results if isinstance(n, fx.Node)])
+    needed = ancestors([n for n in results if isinstance(n, fx.Node)])
     for n in places:
         if role_of[n].kind not in ("tangent", "accumulated", "received_grad"):
             env[n] = _copy(graph, n, env)
@@ -170,7 +171,7 @@ def _backward(
             assert n in recomputed or n.op == "get_attr", n
             env[n] = _copy(graph, n, env)
 
-    needed = _closure([n for n in results if isinstance(n, fx.Node)])
+    needed = ancestors([n for n in results if isinstance(n, fx.Node)])
     for n in nodes:
         if n in is_backward and n in needed:
             bring(n.all_input_nodes)
@@ -178,17 +179,6 @@ def _backward(
     bring(n for n in results if isinstance(n, fx.Node))
     graph.output(tuple(env[n] if isinstance(n, fx.Node) else None for n in results))
     return _module(gm, graph)
-
-
-def _closure(results: list[fx.Node]) -> set[fx.Node]:
-    seen: set[fx.Node] = set()
-    todo = list(results)
-    while todo:
-        n = todo.pop()
-        if n not in seen:
-            seen.add(n)
-            todo += n.all_input_nodes
-    return seen
 
 
 def _module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:

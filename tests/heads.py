@@ -132,6 +132,8 @@ class AlsoPenalised(Plain):
 class Weighted(Plain):
     """Classes have weights."""
 
+    weights: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("weights", torch.rand(WORDS) + 0.5)

@@ -105,6 +105,13 @@ class Layout:
                 where=f"Layout, pp={layout.pp}",
                 fix='pass a mesh such as {"pp": 2, "dp": 4}; sizes are for autopar.predict',
             )
+        sizes = [k for k in ("tp", "cp", "ep") if getattr(layout, k) > 1]
+        if sizes:
+            raise LayoutError(
+                f"{', '.join(sizes)} are sizes, and a mesh that exists has axes",
+                where=f"Layout, {', '.join(f'{k}={getattr(layout, k)}' for k in sizes)}",
+                fix="name the axes of each role, such as Layout(data=('dp',), shard=('dp',), tensor=('tp',)); sizes are for autopar.predict",
+            )
         refined = Layout(
             _refine(layout.data, mesh), _refine(layout.shard, mesh), _refine(layout.tensor, mesh), layout.reshard_after_forward, layout.name,
             _refine(layout.context, mesh), layout.sequence_parallel, experts=_refine(layout.experts, mesh),

@@ -333,7 +333,7 @@ def task(
         return Task(model, folded, axes, where, Offload.of(offload, where).within(made, where), form)
 
     found = of(PLAIN if loss_head == ANY_FORM else loss_head)
-    # Heads are the same at any depth.
+    # Heads are the same at any depth. Where `program` has its capture from elsewhere nothing was seen here, and there is no other form to plan.
     if (
         loss_head == ANY_FORM
         and seen

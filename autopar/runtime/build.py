@@ -12,7 +12,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -37,23 +37,22 @@ from autopar.hardware.cluster import Cluster, ClusterError
 from autopar.hardware.detect import here
 from autopar.offload import OffloadSettings, close_store, next_number, numbered, open_store
 from autopar.passes.stages.separate import owner
-from autopar.pipeline import Lists
 from autopar.plan.decisions import ParamChoice
 from autopar.plan.plan import Plan
 from autopar.plan.schema import canonical, dumps
 from autopar.planner.formulation.overlap_windows import window_of
 from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.layout import Layout
-from autopar.planner.loss_head import AUTO, is_chunked
+from autopar.planner.loss_head import is_chunked
 from autopar.planner.micro_batches import fastest, of_the_call
 from autopar.planner.offload import Offload
 from autopar.planner.planning import least_of
-from autopar.planner.precision import Precision
 from autopar.planner.propagate import propagate
-from autopar.planner.request import PlanRequest, asked, following, make_plan, refuse_other_mesh, training_config
+from autopar.planner.request import asked, following, make_plan, refuse_other_mesh, training_config
 from autopar.planner.staged import of_a_stage
 from autopar.planner.storage import param_choice
 from autopar.runtime.compile_cache import CompileOnce
+from autopar.runtime.config import Config
 from autopar.runtime.forms import Forms, settled
 from autopar.runtime.init import distribute, materialize
 from autopar.runtime.inputs import InputReader
@@ -66,27 +65,6 @@ from autopar.tensors.memory_format import laid, order_of
 from autopar.text.log import log
 from autopar.text.progress import told
 from autopar.text.sizes import format_bytes
-
-
-@dataclass(frozen=True)
-class Config:
-    """The arguments of `autopar.compile`. layout: a hand layout; None: planned, as `request` says."""
-
-    loss_fn: Callable[..., torch.Tensor] | None
-    inputs: str
-    layout: str | Layout | None
-    precision: Precision
-    optimizer: str | type[torch.optim.Optimizer]
-    grad_accumulation: int
-    backend: str
-    outputs: str
-    request: PlanRequest
-    dynamic: bool | None = None
-    buckets: tuple[int, ...] | None = None
-    bucket_collectives: bool = True
-    micro_batches: int | str | None = None
-    schedule: Lists | None = None  # of a mesh with an axis `pp`
-    loss_head: str = AUTO
 
 
 def no_plan() -> AutoparError:

@@ -34,9 +34,10 @@ from autopar.plan.plan import Plan
 from autopar.runtime import sharded_output
 from autopar.runtime.buckets import Buckets, Lengths, to_longest
 from autopar.runtime.buckets import cut as cut_padding
-from autopar.runtime.build import Builder, Config, no_plan
+from autopar.runtime.build import Builder, no_plan
 from autopar.runtime.calls import autocast_dtype, hashable, signed
 from autopar.runtime.check import FirstStep, asked
+from autopar.runtime.config import Config
 from autopar.runtime.copies import copied
 from autopar.runtime.eager_calls import is_method_of, run_whole
 from autopar.runtime.executor import EvaluationRun, TrainingRun

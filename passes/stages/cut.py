@@ -24,6 +24,7 @@ from torch import fx
 from autopar import _torch
 from autopar.capture.capture import Role
 from autopar.graph.calls import is_issue, is_wait
+from autopar.passes.ancestors import ancestors
 from autopar.passes.recompute import counters
 from autopar.passes.shard import Sharded
 
@@ -148,7 +149,7 @@ class _Cutter:
         results += [(r, n) for r, n in mine if r.kind in _BACKWARD]
         results += [(Role("sent_grad", "", i), n) for i, n in enumerate(sent_grads)]
         given = {**received, **grads}
-        needed = self.needed([n for _, n in results if isinstance(n, fx.Node)], given)
+        needed = ancestors([n for _, n in results if isinstance(n, fx.Node)], given)
         graph, env, roles = fx.Graph(), dict[fx.Node, fx.Node](), list[Role]()
 
         def place(n: fx.Node, role: Role, direction: str) -> None:
@@ -179,18 +180,6 @@ class _Cutter:
         if role.kind in ("grad", "input_grad"):
             return isinstance(n, fx.Node) and self.stage.get(n, self.number - 1) == t
         return self.of_result(n) == t
-
-    def needed(self, results: Iterable[fx.Node], given: Mapping[fx.Node, None]) -> set[fx.Node]:
-        seen: set[fx.Node] = set()
-        todo = list(results)
-        while todo:
-            n = todo.pop()
-            if n in seen:
-                continue
-            seen.add(n)
-            if n not in given:
-                todo += n.all_input_nodes
-        return seen
 
 
 def _crossings(nodes: Iterable[fx.Node]) -> tuple[Crossing, ...]:

@@ -22,6 +22,7 @@ from autopar import _torch
 from autopar.capture.capture import Captured, Role
 from autopar.capture.describe import describe
 from autopar.graph.graph import Graph
+from autopar.passes.ancestors import ancestors
 from autopar.passes.sharding.operators import DRAW
 from autopar.plan.decisions import OpChoice
 from autopar.plan.plan import Plan
@@ -148,17 +149,7 @@ class _Separator:
         return {p: tuple(sorted(stages)) or (0,) for p, stages in found.items()}
 
     def roots(self, nodes: list[fx.Node]) -> Iterator[str]:
-        todo, seen = list(nodes), set[fx.Node]()
-        while todo:
-            n = todo.pop()
-            if n in seen:
-                continue
-            seen.add(n)
-            if n.op == "placeholder":
-                if self.role_of[n].kind == "param":
-                    yield self.role_of[n].name
-            else:
-                todo += n.all_input_nodes
+        return (self.role_of[n].name for n in ancestors(nodes) if n.op == "placeholder" and self.role_of[n].kind == "param")
 
     @staticmethod
     def named(param: str, stage: int, holders: Mapping[str, tuple[int, ...]]) -> str:

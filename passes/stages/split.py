@@ -19,6 +19,7 @@ from torch import fx
 from autopar import _torch
 from autopar.capture.capture import Role
 from autopar.graph.calls import is_issue, is_wait
+from autopar.passes.ancestors import ancestors
 from autopar.passes.partition import Parts
 
 SENT = "sent_grad"
@@ -53,10 +54,10 @@ def split(parts: Parts) -> Split:
     sent = [(r, n) for r, n in results if r.kind == SENT]
     rest = [(r, n) for r, n in results if r.kind != SENT]
     anew = _from_parameters(nodes, known)
-    on_path = _needed([n for _, n in sent if isinstance(n, fx.Node)], set()) - anew - set(places)
+    on_path = ancestors(n for _, n in sent if isinstance(n, fx.Node)) - anew - set(places)
     # A collective is awaited where it is issued, and a tuple taken apart where it is made.
     on_path |= {n for n in nodes if (is_wait(n) or _torch.is_getitem(n)) and n.all_input_nodes[0] in on_path}
-    wanted = _needed([n for _, n in rest if isinstance(n, fx.Node)], on_path)
+    wanted = ancestors((n for _, n in rest if isinstance(n, fx.Node)), on_path)
     between = [n for n in nodes if n in wanted and n in on_path]
     given = {n: Role("between", "", i) for i, n in enumerate(between)}
     first = None
@@ -75,17 +76,6 @@ def _from_parameters(nodes: Iterable[fx.Node], known: dict[fx.Node, Role]) -> se
     return out
 
 
-def _needed(results: Sequence[fx.Node], given: set[fx.Node]) -> set[fx.Node]:
-    seen: set[fx.Node] = set()
-    todo = list(results)
-    while todo:
-        n = todo.pop()
-        if n not in seen:
-            seen.add(n)
-            todo += [] if n in given else n.all_input_nodes
-    return seen
-
-
 def _half(
     gm: fx.GraphModule,
     nodes: Sequence[fx.Node],
@@ -93,7 +83,7 @@ def _half(
     results: Sequence[tuple[Role | None, object]],
     given: set[fx.Node],
 ) -> Half:
-    needed = _needed([n for _, n in results if isinstance(n, fx.Node)], given)
+    needed = ancestors((n for _, n in results if isinstance(n, fx.Node)), given)
     graph, env, inputs = fx.Graph(), dict[fx.Node, fx.Node](), list[Role]()
     order = {"saved": 0, "between": 1}
     for n in sorted((n for n in nodes if n in needed and n in known), key=lambda n: order.get(known[n].kind, 2)):

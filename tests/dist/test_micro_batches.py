@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.errors import AutoparError
-from autopar.kernels.random import EagerRandom
 from autopar.runtime.outputs import NotComputedError
 from tests.dist.launch import run
 from tests.dist.test_planned import _cluster
+from tests.dist.trained import trained_beside
 from tests.models import ZOO
 from tests.wide import cases
 
@@ -80,34 +80,10 @@ def _trained(
     torch.manual_seed(SEED)
     planned: dict[str, Any] = {"cluster": _cluster()} if layout is None else {"layout": layout}
     compiled = autopar.compile(model, backend=backend, micro_batches=number, inputs="local" if local else "global", **planned)
-    optimizers = [torch.optim.AdamW(m.parameters(), 1e-3, eps=1e-3) for m in (reference, compiled)]
-    worst = 0.0
-
-    def differs(a: torch.Tensor, b: torch.Tensor) -> float:
-        whole = b.full_tensor() if isinstance(b, DTensor) else b
-        assert whole.shape == a.shape
-        return float((a - whole).abs().max() / (a.abs().max() + 1e-6))
-
-    for step in range(steps):
-        with EagerRandom(SEED, step):
-            loss = reference(**batch)["loss"]
-            (loss * scale).backward()
-        each = BATCH // compiled.data_world if local else BATCH
-        first = each * compiled.data_rank if local else 0
-        mine = compiled(**{k: v[first : first + each] for k, v in batch.items()})["loss"]
-        assert mine.dim() == 0
-        (mine * scale).backward()
-        worst = max(worst, differs(loss.detach(), mine.detach()))
-        for (n, p), q in zip(reference.named_parameters(), compiled.parameters(), strict=True):
-            assert (p.grad is None) == (q.grad is None), n
-            if p.grad is not None and q.grad is not None:
-                worst = max(worst, differs(p.grad, q.grad))
-        for o in optimizers:
-            o.step()
-            o.zero_grad()
-        worst = max(worst, *(differs(p.detach(), q.detach()) for p, q in zip(reference.parameters(), compiled.parameters(), strict=True)))
+    worst = trained_beside(reference, compiled, batch, SEED, steps, local, scale)
+    assert len(dict(compiled.named_parameters())) == len(dict(reference.named_parameters()))
     assert compiled.plan.micro_batches == (number if isinstance(number, int) else compiled.plan.micro_batches)
-    return worst
+    return max(worst.values())
 
 
 Case = tuple[str, int | str | None, str | None, bool]

@@ -23,7 +23,8 @@ from autopar.errors import AutoparError, InputError, LostRankError
 from autopar.kernels.random import EagerRandom
 from autopar.runtime.outputs import NotComputedError
 from tests.dist.launch import run
-from tests.dist.test_pipelines import BATCH, SEED, built, difference
+from tests.dist.test_pipelines import BATCH, SEED, built
+from tests.dist.trained import difference
 from tests.models import ZOO
 
 

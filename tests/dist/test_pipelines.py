@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.kernels.random import EagerRandom
 from autopar.pipeline.named import NAMES
 from tests.dist.launch import run
 from tests.dist.test_planned import _cluster
+from tests.dist.trained import trained_beside
 from tests.models import ZOO
 from tests.wide import cases
 
@@ -30,13 +29,6 @@ LAYERS = 4
 def built(name: str, layers: int) -> tuple[nn.Module, dict[str, Any]]:
     torch.manual_seed(SEED)
     return ZOO[name].build(layers).train(), ZOO[name].inputs(BATCH, SEQ)
-
-
-def difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """As a share of the largest element of `a`, the reference."""
-    whole = b.full_tensor() if isinstance(b, DTensor) else b
-    assert whole.shape == a.shape
-    return float((a - whole).abs().max() / (a.abs().max() + 1e-6))
 
 
 def trained(
@@ -68,33 +60,9 @@ def trained(
         inputs="local" if local else "global",
         **planned,
     )
-    optimizers = [torch.optim.AdamW(m.parameters(), 1e-3, eps=1e-3) for m in (reference, compiled)]
-    worst = {"loss": 0.0, "gradients": 0.0, "parameters": 0.0}
-    theirs = dict(reference.named_parameters())
-
-    def note(what: str, d: float) -> None:
-        worst[what] = max(worst[what], d) if math.isfinite(d) else math.inf
-
-    for step in range(steps):
-        with EagerRandom(SEED, step):
-            loss = reference(**batch)["loss"]
-            (loss * scale).backward()
-        each = BATCH // compiled.data_world if local else BATCH
-        first = each * compiled.data_rank if local else 0
-        mine = compiled(**{k: v[first : first + each] for k, v in batch.items()})["loss"]
-        (mine * scale).backward()
-        note("loss", difference(loss.detach(), mine.detach()))
-        for n, q in compiled.named_parameters():
-            p = theirs[n]
-            assert (p.grad is None) == (q.grad is None), n
-            if p.grad is not None and q.grad is not None:
-                note("gradients", difference(p.grad, q.grad))
-        for o in optimizers:
-            o.step()
-            o.zero_grad()
-        for n, q in compiled.named_parameters():
-            note("parameters", difference(theirs[n].detach(), q.detach()))
-    return {**worst, "has": [n for n, _ in compiled.named_parameters()], "all": list(theirs)}
+    worst = trained_beside(reference, compiled, batch, SEED, steps, local, scale)
+    every = [n for n, _ in reference.named_parameters()]
+    return {**worst, "has": [n for n, _ in compiled.named_parameters()], "all": every}
 
 
 Case = tuple[str, dict[str, int], str, int, int, str | None, bool]  # model, mesh, schedule, micro-batches, layers, layout, local inputs

@@ -13,6 +13,7 @@ from autopar.capture.capture import Call, capture
 from autopar.capture.describe import describe
 from autopar.errors import LayoutError
 from autopar.graph.graph import Graph
+from autopar.graph.mesh import Mesh
 from autopar.hardware.cluster import Cluster
 from autopar.plan.decisions import ParamChoice
 from autopar.plan.plan import Plan
@@ -151,3 +152,10 @@ def test_what_cannot_be_is_said() -> None:
         planned(Layout(data=("a", "b"), shard=("a",), tensor=("c",)), THREE)
     with pytest.raises(LayoutError, match="unknown layout"):
         planned("zero", TWO)
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"cp": 2}, {"ep": 2}])
+def test_sizes_are_no_roles(sizes: dict[str, int]) -> None:
+    """They would leave every axis without a role, in silence."""
+    with pytest.raises(LayoutError, match="are sizes, and a mesh that exists has axes"):
+        Layout.of(Layout(**sizes), Mesh.of(TWO))  # type: ignore[arg-type]
