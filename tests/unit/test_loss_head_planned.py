@@ -111,6 +111,7 @@ def test_explained_is_the_form_that_is_planned() -> None:
     assert "linear_log_prob_v1" in tight.text
 
 
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("form", ["Chunked", "", None, True, 3])
 def test_other_words_are_refused(form: Any) -> None:
     with pytest.raises(AutoparError, match=r"loss_head=.* is no form of a head") as e:
