@@ -26,6 +26,7 @@ from autopar.capture.effects import SetAnewError, WrittenBuffers, judge, made_by
 from autopar.capture.experts import install_experts
 from autopar.capture.family import Family
 from autopar.capture.hidden_states import install_recorders
+from autopar.capture.identity_index import plain_indices
 from autopar.capture.masks import plain_masks
 from autopar.capture.ops import captured_ops, copied_operands
 from autopar.capture.tags import lift_marks, settle_tags
@@ -323,6 +324,8 @@ def capture(
         _torch.drop_dead_code(gm)
         lift_marks(gm)
         plain_windows(gm, mode)
+        if plain_indices(gm, mode):
+            _torch.drop_dead_code(gm)
         merge_equal(gm)
         settle_tags(gm)
         results = _torch.results_of(gm.graph)

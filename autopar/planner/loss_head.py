@@ -4,8 +4,9 @@
     "chunked"   they are made tile by tile, and once more in backward: four products in the head for three, and a tile's memory
     "auto"      both are planned, and the faster plan is taken, or the one that fits; of least memory, where that is asked for
 
-Two programs are two integer programs. The second is not solved where it cannot be better: where all logits are less than a hundredth of a device's memory, or where no plan of it
-is faster than the plan of the first, by the least that its operators take on all devices.
+Two programs are two integer programs. The second is not solved where all logits are less than a hundredth of a device's memory, or where no plan of it is faster than the plan
+of the first, by one of two bounds. The least that its operators take on all devices. And: but for the head both forms are the same program, and all that the second is better for is
+memory. So it takes no less than the first with all the memory it wants (`UNLIMITED`), and what its own head takes more, or less, on all devices.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from autopar.text.times import format_time
 
 PLAIN, CHUNKED, AUTO = FORMS = ("plain", "chunked", "auto")
 SHARE = 0.01
+UNLIMITED = "unlimited_bound_s"  # what no plan takes less than whatever memory it may have; of a plan's solver, where it was asked for
 
 
 def checked(form: object) -> str:
@@ -46,27 +48,32 @@ def may_matter(logits_bytes: float, devices: int, budget_bytes: float, least: bo
 
 @dataclass(frozen=True)
 class Form:
-    """A program that may be planned. least_s: no plan of it takes less."""
+    """A program that may be planned. planned: its plan; whether that is to say what `UNLIMITED` is. least_s: what its operators take at least."""
 
     name: str
-    planned: Callable[[], Plan]
+    planned: Callable[[bool], Plan]
     least_s: Callable[[], float] = lambda: 0.0
 
+    def bound_s(self, first: Form, plan: Plan) -> float:
+        """What no plan of this form takes less than. plan: the best of the first form."""
+        least_s = self.least_s()
+        return max(least_s, float(plan.solver.get(UNLIMITED, 0.0)) + least_s - first.least_s())
 
-def better(forms: tuple[Form, ...], least: bool = False) -> Plan:
-    """The faster plan of those of a program's forms, or the one of the smaller peak, which says what the others take. Raises the last form's InfeasibleError where none
-    fits."""
+
+def better(forms: tuple[Form, ...], least: bool = False, gap: float = 0.0) -> Plan:
+    """The faster plan of those of a program's forms, or the one of the smaller peak, which says what the others take. gap: relative; what can be faster by no more is not
+    planned. Raises the last form's InfeasibleError where none fits."""
     if len(forms) == 1:
-        return forms[0].planned()  # which may be a plan that says nothing of times: a hand layout's, that was given
+        return forms[0].planned(False)  # which may be a plan that says nothing of times: a hand layout's, that was given
     said: dict[str, str] = {}
     best: tuple[Form, Plan] | None = None
     failed: InfeasibleError | None = None
     for form in forms:
-        if best is not None and not least and (bound_s := form.least_s()) >= best[1].predicted["step_time_s"]:
+        if best is not None and not least and (bound_s := form.bound_s(*best)) >= best[1].predicted["step_time_s"] * (1 - gap):
             said[form.name] = f"no less than {format_time(bound_s)}"
             continue
         try:
-            plan = form.planned()
+            plan = form.planned(best is None and not least)
         except InfeasibleError as e:
             failed, said[form.name] = e, f"does not fit, {format_bytes(e.shortfall_bytes)} too much"
             continue

@@ -116,16 +116,16 @@ def plan(
         )  # fmt: skip
 
     def planned(m: int, t: Task) -> Plan:
-        return better(tuple(Form(f.form, partial(planned_form, m, f, t), partial(least_s, m, f)) for f in t.forms), least)
+        return better(tuple(Form(f.form, partial(planned_form, m, f, t), partial(least_s, m, f)) for f in t.forms), least, limits.gap)
 
     def least_s(m: int, t: Task) -> float:
         return m * least_of(t.folded, t.mesh_axes, t.cluster, t.training)
 
-    def planned_form(m: int, t: Task, first: Task) -> Plan:
+    def planned_form(m: int, t: Task, first: Task, unlimited: bool) -> Plan:
         since = on_progress.start if t is first and (m == 1 or number != AUTO) else None
         if since is None and not limits.in_proportion:
             since = on_progress.start
-        found = plan_graph(t.folded, t.mesh_axes, t.cluster, t.training, limits, on_progress, layout, least, since)
+        found = plan_graph(t.folded, t.mesh_axes, t.cluster, t.training, limits, on_progress, layout, least, since, unlimited)
         training = within(t.training, found.plan) if least else t.training
         known = (found.found,) if len(t.mesh_axes) > WHOLE_AXES else ()  # the frontier does not solve the whole program of so many
         made = of_the_call(_of_the_whole(found.plan, t.folded, model), m)
@@ -229,11 +229,14 @@ def explain(
     )  # fmt: skip
     limits, least = limits_of(options), Memory.of(memory).least
 
-    def planned(t: Task) -> Plan:
-        return plan_graph(t.folded, t.mesh_axes, t.cluster, t.training, limits, on_progress, layout, least).plan
+    def planned(t: Task, unlimited: bool) -> Plan:
+        return plan_graph(t.folded, t.mesh_axes, t.cluster, t.training, limits, on_progress, layout, least, None, unlimited).plan
+
+    def least_s(t: Task) -> float:
+        return least_of(t.folded, t.mesh_axes, t.cluster, t.training)
 
     if t.other is not None:
-        made = better(tuple(Form(f.form, partial(planned, f)) for f in t.forms), least)
+        made = better(tuple(Form(f.form, partial(planned, f), partial(least_s, f)) for f in t.forms), least, limits.gap)
         t = t.other if is_chunked(made) else t
     training = t.training
     if least:
@@ -288,13 +291,25 @@ def task(
     tensors = {k: v if isinstance(v, torch.Tensor) else torch.empty(tuple(v), dtype=torch.int64, device="meta") for k, v in inputs.items()}
     params = dict(model.named_parameters(remove_duplicate=False))
 
-    seen: dict[int, Captured] = {}  # of programs that were captured for another form
+    seen: dict[int, dict[str, Graph]] = {}  # the forms of what was captured
 
     def captured(module: nn.Module, form: str) -> Graph:
         size = len(list(module.parameters()))
         if size not in seen:
-            seen[size] = captured_whole(module)
-        return describe(fused(seen[size]) if form == CHUNKED else seen[size])
+            seen[size] = forms(captured_whole(module))
+        return seen[size][form]
+
+    def forms(made: Captured) -> dict[str, Graph]:
+        if loss_head != ANY_FORM:
+            return {loss_head: describe(fused(made) if loss_head == CHUNKED else made)}
+        matters = may_matter(logits_bytes(made), math.prod(axes.values()), budget, Memory.of(memory).least)
+        return {PLAIN: describe(made), **({CHUNKED: describe(fused(made))} if matters else {})}
+
+    def at_once(first: Callable[[], Graph], second: Callable[[], Graph]) -> tuple[Graph, Graph]:
+        """As `beside`, whose copy tells all forms that it saw."""
+        (a, told), b = beside(lambda: (first(), seen), second)
+        seen.update(told)
+        return a, b
 
     def captured_whole(module: nn.Module) -> Captured:
         module.train()
@@ -320,7 +335,7 @@ def task(
     budget = where.device.usable_bytes if budget_bytes is None else budget_bytes
 
     def of(form: str) -> Task:
-        folded = program(model, partial(captured, form=form), beside if in_subprocess else None)
+        folded = program(model, partial(captured, form=form), at_once if in_subprocess and not seen else None)
         made = training_config(
             {n: q.dtype for n, q in params.items()},
             frozenset(n for n in folded.graph.params if params[n].requires_grad),
@@ -333,12 +348,8 @@ def task(
         return Task(model, folded, axes, where, Offload.of(offload, where).within(made, where), form)
 
     found = of(PLAIN if loss_head == ANY_FORM else loss_head)
-    # Heads are the same at any depth. Where `program` has its capture from elsewhere nothing was seen here, and there is no other form to plan.
-    if (
-        loss_head == ANY_FORM
-        and seen
-        and may_matter(logits_bytes(next(iter(seen.values()))), math.prod(axes.values()), budget, Memory.of(memory).least)
-    ):
+    # Where `program` has its capture from elsewhere nothing was seen here, and there is no other form to plan.
+    if loss_head == ANY_FORM and seen and all(CHUNKED in s for s in seen.values()):
         found = replace(found, other=of(CHUNKED))
     on_progress("capture", time.perf_counter() - start)
     return found

@@ -25,6 +25,7 @@ from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.found import Found, better
 from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.layout import Layout
+from autopar.planner.loss_head import UNLIMITED
 from autopar.planner.profiling.buckets import estimated
 from autopar.planner.profiling.profile import profile
 from autopar.planner.refit import modules_of
@@ -131,13 +132,14 @@ def plan_graph(
     layout: str | Layout | None = None,
     least: bool = False,
     since: float | None = None,
+    unlimited: bool = False,
 ) -> Planned:
     """The best plan for `graph` on a mesh of `cluster`'s devices, under `training.budget_bytes`.
 
     graph: as captured, or folded already (from shallow captures of a deep program: `autopar.capture.tile`). layout: the best plan that is this hand
     layout (`autopar.planner.formulation.layouts` says what that leaves to choose). least: not the fastest plan, but that of the smallest peak.
     limits: where they end before there is an answer, axes are merged or a hand layout is taken, which has one soon. since: when planning began
-    (`time.perf_counter`), if before this call.
+    (`time.perf_counter`), if before this call. unlimited: the plan says what no plan takes less than whatever memory it may have.
 
     Raises InfeasibleError naming the position of the step that does not fit, by how much, and what would help; LayoutError when the model
     or the mesh does not allow the layout.
@@ -171,7 +173,10 @@ def plan_graph(
         if said and _least_bytes(step.untagged(), solved) >= found.least_bytes:
             said = ""
         raise does_not_fit(found, step, said)
-    return Planned(plan_of(step, done, min(training.budget_bytes, cluster.device.memory_bytes)), found, done)
+    plan = plan_of(step, done, min(training.budget_bytes, cluster.device.memory_bytes))
+    if unlimited and (bound_s := step.stages.unlimited_bound_s()) > 0:
+        plan = replace(plan, solver={**plan.solver, UNLIMITED: min(bound_s, found.objective_s)})
+    return Planned(plan, found, done)
 
 
 def least_of(graph: Folded, mesh_axes: Mapping[str, int], cluster: Cluster, training: TrainingConfig) -> float:

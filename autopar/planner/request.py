@@ -132,8 +132,10 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def make_plan(request: PlanRequest, cluster: Cluster | None, folded: Folded, axes: Mapping[str, int], s: TrainingConfig) -> Plan:
-    """The plan for a captured training step: given, kept from an earlier start, or made. cluster: what to plan for, where no plan is given."""
+def make_plan(
+    request: PlanRequest, cluster: Cluster | None, folded: Folded, axes: Mapping[str, int], s: TrainingConfig, unlimited: bool = False
+) -> Plan:
+    """The plan for a captured training step: given, kept from an earlier start, or made. cluster: what to plan for, where no plan is given; unlimited: as of `plan_graph`."""
     if request.plan is not None:
         return storable(refit(request.plan, folded))
     assert cluster is not None
@@ -141,7 +143,7 @@ def make_plan(request: PlanRequest, cluster: Cluster | None, folded: Folded, axe
 
     def planned() -> Plan:
         with timed("plan"):
-            plan = plan_graph(folded, axes, target, s, request.limits, least=request.least).plan
+            plan = plan_graph(folded, axes, target, s, request.limits, least=request.least, unlimited=unlimited).plan
         log.info("planned for %s: %s; solver: %s", plan.cluster, plan.predicted, plan.solver)
         return finished(plan, folded)
 

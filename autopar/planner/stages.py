@@ -59,6 +59,7 @@ TOO_MANY = 150_000  # arcs: more do not fit the time nor the memory that plannin
 FIRST_S = 2.0  # of the solver, for a first answer, whatever the time
 SOON_S = 4.0  # left: then axes are merged first, which gives an answer soon
 HAND_S, HAND_GAP = 20.0, 0.05  # of the solver, for a hand layout where nothing else has an answer: it hardly ever takes them
+UNLIMITED_S = 5.0  # for a bound whatever the memory: what it may save is another program
 LAST = 0.75  # of the time: then the whole program is given up for one that has an answer soon
 EFFORT_S, EFFORT = 6.0, 500.0  # in proportion: so many seconds, and so many times what a step takes at least
 ARCS = 6000  # that the solver gets through in a second
@@ -98,6 +99,7 @@ class Stages:
         self.is_started = since is not None
         self.has_answer = self.is_first = False
         self.uncut: _View | None = None
+        self.bounding: Problem | None = None  # the program whose relaxation bounds all plans
 
     def view(self, segments: Mapping[str, Sequence[int]] | None = None) -> _View:
         """Of the graph with its layers cut so; without, the same one each time."""
@@ -134,6 +136,18 @@ class Stages:
 
     def begin(self, stage: str) -> None:
         self.on_progress(Begun(stage), 0.0)
+
+    def unlimited_bound_s(self) -> float:
+        """Seconds that no plan takes less than whatever memory it may have; 0 where no program was made that says it, or in no time."""
+        if self.bounding is None:
+            return 0.0
+        began = time.perf_counter()
+        self.begin("bound whatever the memory")
+        with contextlib.suppress(TimeoutError):
+            found = Relaxation(replace(self.bounding, rows=(), rests=())).at(math.inf, replace(self.left, seconds=UNLIMITED_S))
+            self.on_progress("bound whatever the memory", time.perf_counter() - began)
+            return 0.0 if found is None else found.tangent.at_s
+        return 0.0
 
     def so_far(self, mesh: Mesh, bound_s: float, best: Found | None) -> None:
         """Tells what is known of the step on `mesh`, whose axes may be merged: no plan takes less than the one, the other is the best that was found."""
@@ -213,6 +227,8 @@ class Stages:
         takes less than `far_s`."""
         start = time.perf_counter()
         f, problem = made or self.formulated(v, mesh)
+        if mesh is self.mesh:
+            self.bounding = problem.relaxed
         if self.is_first and arcs_of(problem) > ARCS * (self.until - time.perf_counter()):
             raise NoAnswer("the program is too large for the time", -1.0)
         self.begin(f"solve {axes_said(mesh)}")
@@ -436,7 +452,8 @@ class Stages:
         try:
             with watching(until=self.until):
                 whole = Formulator(v.q, v.rules, self.mesh, v.cost, self.training)
-                bound_s = least(lower_bound_problem(f.formulated(), problem, whole), self.left)
+                self.bounding = lower_bound_problem(f.formulated(), problem, whole)
+                bound_s = least(self.bounding, self.left)
         except TimeoutError:
             bound_s = least_s(v.shrunk, v.rules, v.cost)
         self.on_progress("bound", time.perf_counter() - began)

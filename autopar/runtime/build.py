@@ -370,7 +370,10 @@ class Builder:
         forms = Forms(program, self.chunked, self.mesh.size, s.budget_bytes, request.least)
 
         def here() -> str:
-            return dumps(forms.planned(lambda f: make_plan(request, self.cluster, f, axes, s), lambda f: self._least_s(f, s)))
+            def make(f: Folded, unlimited: bool) -> Plan:
+                return make_plan(request, self.cluster, f, axes, s, unlimited)
+
+            return dumps(forms.planned(make, lambda f: self._least_s(f, s), request.limits.gap))
 
         made = Plan.loads(from_first(self.groups, here))
         if request.plan is not None or self.cluster is None:

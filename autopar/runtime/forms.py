@@ -35,9 +35,9 @@ class Forms:
         if matters and (other := program.chunked) is not None:
             self.of[CHUNKED] = other
 
-    def planned(self, make: Callable[[Folded], Plan], least_s: Callable[[Folded], float]) -> Plan:
-        """The better plan."""
-        return better(tuple(Form(n, partial(make, p.folded), partial(least_s, p.folded)) for n, p in self.of.items()), self.least)
+    def planned(self, make: Callable[[Folded, bool], Plan], least_s: Callable[[Folded], float], gap: float) -> Plan:
+        """The better plan. make: of a program, and whether it is to say what `loss_head.UNLIMITED` is."""
+        return better(tuple(Form(n, partial(make, p.folded), partial(least_s, p.folded)) for n, p in self.of.items()), self.least, gap)
 
     def least_s(self, least_s: Callable[[Folded], float]) -> float:
         return min(least_s(p.folded) for p in self.of.values())
