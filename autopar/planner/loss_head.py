@@ -5,8 +5,8 @@
     "auto"      both are planned, and the faster plan is taken, or the one that fits; of least memory, where that is asked for
 
 Two programs are two integer programs. The second is not solved where all logits are less than a hundredth of a device's memory, or where no plan of it is faster than the plan
-of the first, by one of two bounds. The least that its operators take on all devices. And: but for the head both forms are the same program, and all that the second is better for is
-memory. So it takes no less than the first with all the memory it wants (`UNLIMITED`), and what its own head takes more, or less, on all devices.
+of the first, by one of two bounds. The least that its operators take on all devices. And, since but for the head both are the same program, that of the first whose head needs no memory
+and takes what the second's takes at least (`autopar.planner.formulation.instead`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.text.times import format_time
 
 PLAIN, CHUNKED, AUTO = FORMS = ("plain", "chunked", "auto")
 SHARE = 0.01
-UNLIMITED = "unlimited_bound_s"  # what no plan takes less than whatever memory it may have; of a plan's solver, where it was asked for
+OTHER_FORM = "other_form_bound_s"  # what no plan of the other form takes less than; of a plan's solver, where it was asked for
 
 
 def checked(form: object) -> str:
@@ -48,16 +48,11 @@ def may_matter(logits_bytes: float, devices: int, budget_bytes: float, least: bo
 
 @dataclass(frozen=True)
 class Form:
-    """A program that may be planned. planned: its plan; whether that is to say what `UNLIMITED` is. least_s: what its operators take at least."""
+    """A program that may be planned. planned: its plan; whether that is to say what `OTHER_FORM` is. least_s: what its operators take at least."""
 
     name: str
     planned: Callable[[bool], Plan]
     least_s: Callable[[], float] = lambda: 0.0
-
-    def bound_s(self, first: Form, plan: Plan) -> float:
-        """What no plan of this form takes less than. plan: the best of the first form."""
-        least_s = self.least_s()
-        return max(least_s, float(plan.solver.get(UNLIMITED, 0.0)) + least_s - first.least_s())
 
 
 def better(forms: tuple[Form, ...], least: bool = False, gap: float = 0.0) -> Plan:
@@ -69,11 +64,15 @@ def better(forms: tuple[Form, ...], least: bool = False, gap: float = 0.0) -> Pl
     best: tuple[Form, Plan] | None = None
     failed: InfeasibleError | None = None
     for form in forms:
-        if best is not None and not least and (bound_s := form.bound_s(*best)) >= best[1].predicted["step_time_s"] * (1 - gap):
+        if (
+            best is not None
+            and not least
+            and (bound_s := max(form.least_s(), float(best[1].solver.get(OTHER_FORM, 0.0)))) >= best[1].predicted["step_time_s"] * (1 - gap)
+        ):
             said[form.name] = f"no less than {format_time(bound_s)}"
             continue
         try:
-            plan = form.planned(best is None and not least)
+            plan = form.planned(form is not forms[-1] and not least)
         except InfeasibleError as e:
             failed, said[form.name] = e, f"does not fit, {format_bytes(e.shortfall_bytes)} too much"
             continue

@@ -30,6 +30,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Plan
 from autopar.planner.axes import mesh_axes
 from autopar.planner.explain import Explanation, explain_graph
+from autopar.planner.formulation.instead import Instead
 from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.found import Found
 from autopar.planner.frontier import Frontier, frontier_graph
@@ -40,7 +41,7 @@ from autopar.planner.loss_head import checked as checked_form
 from autopar.planner.memory import Memory
 from autopar.planner.micro_batches import AUTO, candidates, checked, fastest, of_the_call
 from autopar.planner.offload import Offload
-from autopar.planner.planning import least_of, plan_graph, within
+from autopar.planner.planning import instead_of, least_of, plan_graph, within
 from autopar.planner.precision import Precision
 from autopar.planner.refit import modules_of, served
 from autopar.planner.request import limits_of, training_config
@@ -121,11 +122,11 @@ def plan(
     def least_s(m: int, t: Task) -> float:
         return m * least_of(t.folded, t.mesh_axes, t.cluster, t.training)
 
-    def planned_form(m: int, t: Task, first: Task, unlimited: bool) -> Plan:
+    def planned_form(m: int, t: Task, first: Task, says_other: bool) -> Plan:
         since = on_progress.start if t is first and (m == 1 or number != AUTO) else None
         if since is None and not limits.in_proportion:
             since = on_progress.start
-        found = plan_graph(t.folded, t.mesh_axes, t.cluster, t.training, limits, on_progress, layout, least, since, unlimited)
+        found = plan_graph(t.folded, t.mesh_axes, t.cluster, t.training, limits, on_progress, layout, least, since, other_of(t, says_other))
         training = within(t.training, found.plan) if least else t.training
         known = (found.found,) if len(t.mesh_axes) > WHOLE_AXES else ()  # the frontier does not solve the whole program of so many
         made = of_the_call(_of_the_whole(found.plan, t.folded, model), m)
@@ -229,8 +230,10 @@ def explain(
     )  # fmt: skip
     limits, least = limits_of(options), Memory.of(memory).least
 
-    def planned(t: Task, unlimited: bool) -> Plan:
-        return plan_graph(t.folded, t.mesh_axes, t.cluster, t.training, limits, on_progress, layout, least, None, unlimited).plan
+    def planned(t: Task, says_other: bool) -> Plan:
+        return plan_graph(
+            t.folded, t.mesh_axes, t.cluster, t.training, limits, on_progress, layout, least, None, other_of(t, says_other)
+        ).plan
 
     def least_s(t: Task) -> float:
         return least_of(t.folded, t.mesh_axes, t.cluster, t.training)
@@ -244,6 +247,11 @@ def explain(
     found = explain_graph(t.folded, t.mesh_axes, t.cluster, training, op, placement, limits, on_progress, layout)
     on_progress.rest()
     return found
+
+
+def other_of(t: Task, says_other: bool) -> Instead | None:
+    """What the other form has in place of some of `t`'s operators, where a plan is to say what that takes at least."""
+    return instead_of(t.folded, t.other.folded, t.mesh_axes, t.cluster, t.training) if says_other and t.other is not None else None
 
 
 class _Stages:

@@ -18,14 +18,15 @@ from autopar.planner.axes import better_batches, divides_poorly
 from autopar.planner.budgets import GRACE
 from autopar.planner.figures import figures
 from autopar.planner.formulation.apply import apply, blocking
+from autopar.planner.formulation.instead import Instead
 from autopar.planner.formulation.layouts import by_role, forbidden
-from autopar.planner.formulation.lower_bound import least_s
+from autopar.planner.formulation.lower_bound import least_s, not_of_parameters
 from autopar.planner.formulation.names import Names
 from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.found import Found, better
 from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.layout import Layout
-from autopar.planner.loss_head import UNLIMITED
+from autopar.planner.loss_head import OTHER_FORM
 from autopar.planner.profiling.buckets import estimated
 from autopar.planner.profiling.profile import profile
 from autopar.planner.refit import modules_of
@@ -132,14 +133,15 @@ def plan_graph(
     layout: str | Layout | None = None,
     least: bool = False,
     since: float | None = None,
-    unlimited: bool = False,
+    instead: Instead | None = None,
 ) -> Planned:
     """The best plan for `graph` on a mesh of `cluster`'s devices, under `training.budget_bytes`.
 
     graph: as captured, or folded already (from shallow captures of a deep program: `autopar.capture.tile`). layout: the best plan that is this hand
     layout (`autopar.planner.formulation.layouts` says what that leaves to choose). least: not the fastest plan, but that of the smallest peak.
     limits: where they end before there is an answer, axes are merged or a hand layout is taken, which has one soon. since: when planning began
-    (`time.perf_counter`), if before this call. unlimited: the plan says what no plan takes less than whatever memory it may have.
+    (`time.perf_counter`), if before this call. instead: the plan says what no plan takes less than with
+    other operators for some (`loss_head.OTHER_FORM`).
 
     Raises InfeasibleError naming the position of the step that does not fit, by how much, and what would help; LayoutError when the model
     or the mesh does not allow the layout.
@@ -174,8 +176,8 @@ def plan_graph(
             said = ""
         raise does_not_fit(found, step, said)
     plan = plan_of(step, done, min(training.budget_bytes, cluster.device.memory_bytes))
-    if unlimited and (bound_s := step.stages.unlimited_bound_s()) > 0:
-        plan = replace(plan, solver={**plan.solver, UNLIMITED: min(bound_s, found.objective_s)})
+    if instead is not None:
+        plan = replace(plan, solver={**plan.solver, OTHER_FORM: step.stages.bound_instead(instead)})
     return Planned(plan, found, done)
 
 
@@ -183,6 +185,16 @@ def least_of(graph: Folded, mesh_axes: Mapping[str, int], cluster: Cluster, trai
     """Seconds that no plan of `graph` takes less than: soon known, and far from what a plan takes."""
     v = Stages(graph, Mesh.of(dict(mesh_axes)), cluster, training).view()
     return least_s(v.shrunk, v.rules, v.cost)
+
+
+def instead_of(graph: Folded, other: Folded, mesh_axes: Mapping[str, int], cluster: Cluster, training: TrainingConfig) -> Instead:
+    """What `other`, a program in another form, has that `graph` does not have, in place of what only that has."""
+    v = Stages(other, Mesh.of(dict(mesh_axes)), cluster, training).view()
+    took = {"forward": 0.0, "backward": 0.0}
+    for op in not_of_parameters(v.shrunk.graph):
+        if op.name not in graph.rep:
+            took[op.direction] += v.shrunk.times[op.name] * v.cost.least_s(op, v.rules[op.name])
+    return Instead(frozenset(graph.rep) - frozenset(other.rep), took["forward"], took["backward"])
 
 
 def _smaller(a: Solution | Infeasible, b: Solution | Infeasible) -> bool:

@@ -27,7 +27,7 @@ from autopar.planner.kept_plans import kept, key_of
 from autopar.planner.layout import Layout
 from autopar.planner.memory import Memory
 from autopar.planner.offload import Offload
-from autopar.planner.planning import plan_graph, within
+from autopar.planner.planning import instead_of, plan_graph, within
 from autopar.planner.refit import modules_of, refit
 from autopar.planner.storage import param_choice
 from autopar.solver.fold import Folded
@@ -133,9 +133,10 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def make_plan(
-    request: PlanRequest, cluster: Cluster | None, folded: Folded, axes: Mapping[str, int], s: TrainingConfig, unlimited: bool = False
+    request: PlanRequest, cluster: Cluster | None, folded: Folded, axes: Mapping[str, int], s: TrainingConfig, other: Folded | None = None
 ) -> Plan:
-    """The plan for a captured training step: given, kept from an earlier start, or made. cluster: what to plan for, where no plan is given; unlimited: as of `plan_graph`."""
+    """The plan for a captured training step: given, kept from an earlier start, or made. cluster: what to plan for, where no plan is given; other: the same step in another form, whose bound the plan says
+    (`loss_head.OTHER_FORM`)."""
     if request.plan is not None:
         return storable(refit(request.plan, folded))
     assert cluster is not None
@@ -143,7 +144,8 @@ def make_plan(
 
     def planned() -> Plan:
         with timed("plan"):
-            plan = plan_graph(folded, axes, target, s, request.limits, least=request.least, unlimited=unlimited).plan
+            instead = None if other is None else instead_of(folded, other, axes, target, s)
+            plan = plan_graph(folded, axes, target, s, request.limits, least=request.least, instead=instead).plan
         log.info("planned for %s: %s; solver: %s", plan.cluster, plan.predicted, plan.solver)
         return finished(plan, folded)
 

@@ -370,8 +370,8 @@ class Builder:
         forms = Forms(program, self.chunked, self.mesh.size, s.budget_bytes, request.least)
 
         def here() -> str:
-            def make(f: Folded, unlimited: bool) -> Plan:
-                return make_plan(request, self.cluster, f, axes, s, unlimited)
+            def make(f: Folded, other: Folded | None) -> Plan:
+                return make_plan(request, self.cluster, f, axes, s, other)
 
             return dumps(forms.planned(make, lambda f: self._least_s(f, s), request.limits.gap))
 

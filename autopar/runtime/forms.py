@@ -35,9 +35,14 @@ class Forms:
         if matters and (other := program.chunked) is not None:
             self.of[CHUNKED] = other
 
-    def planned(self, make: Callable[[Folded, bool], Plan], least_s: Callable[[Folded], float], gap: float) -> Plan:
-        """The better plan. make: of a program, and whether it is to say what `loss_head.UNLIMITED` is."""
-        return better(tuple(Form(n, partial(make, p.folded), partial(least_s, p.folded)) for n, p in self.of.items()), self.least, gap)
+    def planned(self, make: Callable[[Folded, Folded | None], Plan], least_s: Callable[[Folded], float], gap: float) -> Plan:
+        """The better plan. make: of a program, and the one in another form of which it is to say `loss_head.OTHER_FORM`."""
+        last = list(self.of.values())[-1].folded
+
+        def planned(p: Folded, says_other: bool) -> Plan:
+            return make(p, last if says_other else None)
+
+        return better(tuple(Form(n, partial(planned, p.folded), partial(least_s, p.folded)) for n, p in self.of.items()), self.least, gap)
 
     def least_s(self, least_s: Callable[[Folded], float]) -> float:
         return min(least_s(p.folded) for p in self.of.values())

@@ -20,9 +20,11 @@ from autopar.plan.plan import Plan
 from autopar.planner import loss_head
 from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.loss_head import Form, better, is_chunked
-from autopar.planner.offline import explain, frontier
+from autopar.planner.offline import explain, frontier, task
+from autopar.planner.planning import instead_of, plan_graph
 from autopar.rules import lookup
 from autopar.rules.loss_head import BACKWARD, FORWARD
+from autopar.solver.solve import Limits
 from tests.spmd.ops import call
 from tests.spmd.test_rules_loss_head import _called
 
@@ -140,60 +142,78 @@ def _fails(too_much: float) -> Plan:
     raise InfeasibleError("memory", too_much, "more of it")
 
 
-def _never(unlimited: bool) -> Plan:
+def _never(says_other: bool) -> Plan:
     raise AssertionError("it is planned, though it cannot be better")
 
 
 def test_the_better_of_two() -> None:
-    fast, small = Form("plain", lambda unlimited: _plan(1.0, 9.0)), Form("chunked", lambda unlimited: _plan(2.0, 3.0))
+    fast, small = Form("plain", lambda says_other: _plan(1.0, 9.0)), Form("chunked", lambda says_other: _plan(2.0, 3.0))
     assert better((fast, small)).predicted["step_time_s"] == 1.0
     assert better((fast, small), least=True).predicted["step_time_s"] == 2.0
     assert (
-        better((Form("plain", lambda unlimited: _fails(5.0)), small)).solver["loss_head"]
+        better((Form("plain", lambda says_other: _fails(5.0)), small)).solver["loss_head"]
         == "plain: does not fit, 5 B too much; chunked: 2.000 s, 3 B"
     )
     with pytest.raises(InfeasibleError):
-        better((Form("plain", lambda unlimited: _fails(5.0)), Form("chunked", lambda unlimited: _fails(3.0))))
+        better((Form("plain", lambda says_other: _fails(5.0)), Form("chunked", lambda says_other: _fails(3.0))))
 
 
-def _late(unlimited: bool) -> Plan:
+def _late(says_other: bool) -> Plan:
     raise AutoparError("the solver has not stopped")
 
 
 def test_what_is_not_solved_in_time_changes_nothing() -> None:
     late = Form("chunked", _late)
-    assert better((Form("plain", lambda unlimited: _plan(1.0, 9.0)), late)).predicted["step_time_s"] == 1.0
+    assert better((Form("plain", lambda says_other: _plan(1.0, 9.0)), late)).predicted["step_time_s"] == 1.0
     with pytest.raises(InfeasibleError):
-        better((Form("plain", lambda unlimited: _fails(5.0)), late))
+        better((Form("plain", lambda says_other: _fails(5.0)), late))
     with pytest.raises(AutoparError, match="not stopped"):
         better((late, Form("plain", _never)))
 
 
 def test_what_cannot_be_faster_is_not_planned() -> None:
-    fast = Form("plain", lambda unlimited: _plan(1.0, 9.0))
+    fast = Form("plain", lambda says_other: _plan(1.0, 9.0))
     assert "no less than 1.500 s" in str(better((fast, Form("chunked", _never, lambda: 1.5))).solver["loss_head"])
-    assert better((fast, Form("chunked", lambda unlimited: _plan(0.9, 9.0), lambda: 0.8))).predicted["step_time_s"] == 0.9
-    assert better((fast, Form("chunked", lambda unlimited: _plan(2.0, 3.0), lambda: 1.5)), least=True).predicted["peak_memory_bytes"] == 3.0
+    assert better((fast, Form("chunked", lambda says_other: _plan(0.9, 9.0), lambda: 0.8))).predicted["step_time_s"] == 0.9
+    assert (
+        better((fast, Form("chunked", lambda says_other: _plan(2.0, 3.0), lambda: 1.5)), least=True).predicted["peak_memory_bytes"] == 3.0
+    )
 
 
-def test_nor_what_more_memory_would_not_make_faster() -> None:
-    """The second form is the first with more memory and another head: 1.0 s whatever the memory, and 0.3 s more in the head."""
+def test_nor_what_is_no_faster_by_the_bound_that_the_first_form_says() -> None:
     asked: list[bool] = []
 
-    def first(unlimited: bool) -> Plan:
-        asked.append(unlimited)
+    def first(says_other: bool) -> Plan:
+        asked.append(says_other)
         plan = _plan(1.1, 9.0)
-        return dataclasses.replace(plan, solver={**plan.solver, **({loss_head.UNLIMITED: 1.0} if unlimited else {})})
+        return dataclasses.replace(plan, solver={**plan.solver, **({loss_head.OTHER_FORM: 1.05} if says_other else {})})
 
-    def forms(head_s: float, second: Any) -> tuple[Form, Form]:
-        return Form("plain", first, lambda: 0.5), Form("chunked", second, lambda: 0.5 + head_s)
+    def forms(second: Any, least_s: float = 0.5) -> tuple[Form, Form]:
+        return Form("plain", first, lambda: 0.5), Form("chunked", second, lambda: least_s)
 
-    assert "no less than 1.300 s" in str(better(forms(0.3, _never)).solver["loss_head"])
-    assert better(forms(0.05, lambda unlimited: _plan(1.06, 9.0))).predicted["step_time_s"] == 1.06
-    assert "no less than 1.050 s" in str(better(forms(0.05, _never), gap=0.05).solver["loss_head"])  # 5% is not worth a second program
-    assert all(asked) and len(asked) == 3
-    better(forms(0.3, lambda unlimited: _plan(2.0, 3.0)), least=True)
-    assert asked[-1] is False
+    assert "no less than 1.300 s" in str(better(forms(_never, 1.3)).solver["loss_head"])
+    assert better(forms(lambda says_other: _plan(1.06, 9.0))).predicted["step_time_s"] == 1.06
+    assert "no less than 1.050 s" in str(better(forms(_never), gap=0.05).solver["loss_head"])  # 5% is not worth a second program
+    assert asked == [True] * 3
+    better(forms(lambda says_other: _plan(2.0, 3.0)), least=True)
+    assert not asked[-1]
+
+
+@pytest.mark.parametrize(("mesh", "budget"), [({"a": 2}, ROOMY), ({"a": 2}, TIGHT), ({"a": 2, "b": 2, "c": 2}, TIGHT)])
+def test_the_bound_of_the_second_form_holds(mesh: dict[str, int], budget: float) -> None:
+    """Of either by the other; by merged axes or not, where memory binds and where it does not."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    t = task(
+        model, {"input_ids": SHAPE, "labels": SHAPE}, f"h100:1x{2 ** len(mesh)}", mesh, None, "bf16", "adamw", 1, budget, None, lambda *_: None,
+        loss_head="auto",
+    )  # fmt: skip
+    plans = []
+    for mine, other in zip(t.forms, t.forms[::-1], strict=True):
+        instead = instead_of(mine.folded, other.folded, mesh, mine.cluster, mine.training)
+        plans.append(plan_graph(mine.folded, mesh, mine.cluster, mine.training, Limits(seconds=20), instead=instead).plan)
+    for mine, other in zip(plans, plans[::-1], strict=True):
+        assert 0 < mine.solver[loss_head.OTHER_FORM] <= other.predicted["step_time_s"]
 
 
 # ---- the price -----------------------------------------------------------------------------------------------------

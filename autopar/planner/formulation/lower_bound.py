@@ -11,10 +11,11 @@ It is used where the program of the mesh itself is too large to be solved (three
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from autopar.cost import Cost
+from autopar.graph.graph import Graph, Op
 from autopar.planner.formulation.accounts import account
 from autopar.planner.formulation.formulated import Formulated
 from autopar.planner.formulation.memory_rows import rows
@@ -26,10 +27,10 @@ from autopar.solver.problem import Choice, End, Flow, Policy, Problem, Rerun, Va
 from autopar.solver.shrink import Shrunk
 
 
-def lower_bound_problem(f: Formulated, problem: Problem, whole: Formulator) -> Problem:
+def lower_bound_problem(f: Formulated, problem: Problem, whole: Formulator, free: Collection[int] = ()) -> Problem:
     """The relaxed program. f, problem: a formulation of the step on a mesh with the same devices (its axes may be merged);
-    whole: a formulator for the mesh itself, of which only the clusters are used."""
-    least = _least(whole)
+    whole: a formulator for the mesh itself, of which only the clusters are used; free: those that take nothing."""
+    least = _least(whole, free)
     c0 = f.fixed
     choices = [Choice(c.name, ("ideal",), ({},)) for c in problem.choices]
     spent: dict[int, float] = defaultdict(float)
@@ -61,23 +62,26 @@ def lower_bound_problem(f: Formulated, problem: Problem, whole: Formulator) -> P
 
 
 def least_s(small: Shrunk, rules: Mapping[str, Rule], cost: Cost) -> float:
-    """What no plan takes less than, operator by operator: soon known, where the program of the bound takes too long. What follows from a parameter alone is left
-    out: it follows who reads it."""
-    params = {t.name for t in small.graph.params.values()}
-    found = 0.0
-    for op in small.graph.ops:
+    """What no plan takes less than, operator by operator: soon known, where the program of the bound takes too long."""
+    return sum(small.times[op.name] * cost.least_s(op, rules[op.name]) for op in not_of_parameters(small.graph))
+
+
+def not_of_parameters(graph: Graph) -> Iterator[Op]:
+    """Operators but for those whose operands follow from a parameter alone, which go where who reads them is."""
+    params = {t.name for t in graph.params.values()}
+    for op in graph.ops:
         if op.inputs and all(t.name in params for t in op.inputs):
             params |= {t.name for t in op.outputs if t is not None}
         else:
-            found += small.times[op.name] * cost.least_s(op, rules[op.name])
-    return found
+            yield op
 
 
-def _least(whole: Formulator) -> dict[int, float]:
+def _least(whole: Formulator, free: Collection[int]) -> dict[int, float]:
     """Account -> the least that the operators of all clusters take together."""
     found: dict[int, float] = defaultdict(float)
-    whole.cluster_choices()
-    for _, _, taken in whole.choices:
+    if not whole.choices:
+        whole.cluster_choices()
+    for _, _, taken in (c for i, c in enumerate(whole.choices) if i not in free):
         for a in {a for t in taken for a in t}:
             found[a] += min(t.get(a, 0.0) for t in taken)
     return found
