@@ -75,14 +75,16 @@ FOUR: list[Case] = [
     ("gpt2", {"pp": 2, "dp": 2}, "1f1b", 4, 2, "fsdp", True),
     ("llama", {"pp": 2, "tp": 2}, "zbv", 4, 4, "tp", False),
 ]
-_MORE_ON_FOUR: list[Case] = [
-    *(("gpt2", {"pp": 4}, schedule, 8, 8, "fsdp", False) for schedule in NAMES),
-    ("llama", {"pp": 4}, "1f1b", 4, 4, None, False),
-    ("t5", {"pp": 4}, "1f1b", 4, 2, "fsdp", False),
-    *((name, {"pp": 2, "dp": 2}, "interleaved", 2, 4, layout, layout == "fsdp") for name in ("llama", "gpt2", "bert") for layout in ("fsdp", None, "ddp")),
-    *((name, {"pp": 2, "tp": 2}, "1f1b", 4, 4, "tp", False) for name in ("llama", "gpt2", "bert", "mixtral")),
-    ("llama", {"dp": 2, "pp": 2}, "1f1b", 4, 4, "fsdp", True),
-]  # fmt: skip
+_MORE_ON_FOUR: dict[str, list[Case]] = {
+    **{f"four, {schedule}": [("gpt2", {"pp": 4}, schedule, 8, 8, "fsdp", False)] for schedule in NAMES},
+    "four stages": [("llama", {"pp": 4}, "1f1b", 4, 4, None, False), ("t5", {"pp": 4}, "1f1b", 4, 2, "fsdp", False)],
+    **{
+        f"four, with {layout or 'a plan'}": [(name, {"pp": 2, "dp": 2}, "interleaved", 2, 4, layout, layout == "fsdp") for name in ("llama", "gpt2", "bert")]
+        for layout in ("fsdp", None, "ddp")
+    },
+    "four, with tp": [(name, {"pp": 2, "tp": 2}, "1f1b", 4, 4, "tp", False) for name in ("llama", "gpt2", "bert", "mixtral")],
+    "four, stages within": [("llama", {"dp": 2, "pp": 2}, "1f1b", 4, 4, "fsdp", True)],
+}  # fmt: skip
 
 
 def _more(name: str) -> list[Case]:
@@ -99,7 +101,7 @@ def _more(name: str) -> list[Case]:
 CASES: dict[str, tuple[int, list[Case]]] = {
     "two": (2, TWO),
     "four": (4, FOUR),
-    "more on four": (4, _MORE_ON_FOUR),
+    **{name: (4, some) for name, some in _MORE_ON_FOUR.items()},
     **{name: (2, _more(name)) for name in ("llama", "gpt2", "gemma3", "bert", "mixtral", "vit", "lora", "qwen3", "t5")},
 }
 
