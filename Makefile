@@ -1,7 +1,7 @@
 # Everything a newcomer types. Each target does its own set-up: a virtual environment in .venv, torch's CPU build, this package.
 #   make demo       train on four processes and on one, compare the curves, save, resume on two
 #   make test       lint, types and the tests that keep every promise
-#   make test-all   the wide ones: every model under Inductor, every operator on operands that lie otherwise, longer fuzzing
+#   make test-all   the wide ones, an hour and more: every model under Inductor, every operator on operands that lie otherwise, longer fuzzing; TURN=2/5 the third of five parts
 #   make docs       the documentation as a site, in build/site
 #   make gpu-check  one-GPU smoke test with the torch of GPU_PYTHON; touches no network
 
@@ -9,6 +9,7 @@ PYTHON ?= python3
 GPU_PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+TURN ?= 0/1
 INSTALLED := $(VENV)/.installed
 DOCUMENTED := $(VENV)/.documented
 # The import package is spread over four folders (see pyproject.toml); here they lie together, for tools that cannot follow an editable install.
@@ -45,7 +46,7 @@ dist: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not wide" tests/dist
 
 wide: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m wide tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m wide --turn $(TURN) tests
 
 docs: $(DOCUMENTED) tree
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

@@ -17,6 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.wide import Turn
+
 ROOT = Path(__file__).resolve().parents[1]
 
 torch.set_num_threads(1)
@@ -25,6 +27,18 @@ hypothesis.settings.register_profile("autopar", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("autopar")
 
 Torchrun = Callable[..., str]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--turn", default="0/1", help="k/n: of the wide tests, the k-th of n parts, from 0 on")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    turn = Turn.of(config.getoption("--turn"))
+    out = [i for i in items if i.get_closest_marker("wide") is not None and not turn.has(i.nodeid)]
+    if out:
+        config.hook.pytest_deselected(items=out)
+        items[:] = [i for i in items if i not in set(out)]
 
 
 @pytest.fixture(scope="module")

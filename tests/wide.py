@@ -1,13 +1,38 @@
-"""Which cases of a matrix `make test` runs, and which only `make test-all`: each promise keeps a case of its own in the first."""
+"""Which cases of a matrix `make test` runs, and which only `make test-all`: each promise keeps a case of its own in the first.
+
+All wide cases take an hour and more on two cores. Continuous integration runs a part of them with each change, another each time (`make test-all TURN=2/5`).
+"""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Container, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 wide = pytest.mark.wide
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The k-th of n parts of all wide tests, from 0 on."""
+
+    k: int
+    n: int
+
+    @staticmethod
+    def of(text: str) -> Turn:
+        """Of "2/5". Raises pytest.UsageError."""
+        k, _, n = text.partition("/")
+        if not (k.isdecimal() and n.isdecimal() and int(n)):
+            raise pytest.UsageError(f"--turn {text!r} is not k/n, as 2/5 for the third of five parts")
+        return Turn(int(k) % int(n), int(n))
+
+    def has(self, name: str) -> bool:
+        """A test is in the same part whatever others there are."""
+        return zlib.crc32(name.encode()) % self.n == self.k
 
 
 def cases(values: Iterable[Any], now: Container[Any]) -> list[Any]:
