@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.rules.index import placed
+
 _aten = torch.ops.aten
 _LOOKUPS = (_aten.index.Tensor, _aten._unsafe_index.Tensor)
 _COUNTS = {_aten.arange.default: 0, _aten.arange.start: 1, _aten.arange.start_step: 1}  # where their end stands
@@ -38,7 +40,7 @@ def _shape(n: fx.Node) -> tuple[int, ...]:
 
 def _counts(n: Any) -> int:
     """How far the elements of `n` count up from 0 by one, in their order; 0: they do not, as far as is known."""
-    while isinstance(n, fx.Node) and n.op == "call_function":
+    while isinstance(n, fx.Node) and n.op == "call_function" and n.meta["val"].dtype in (torch.int64, torch.int32):  # narrower ones wrap
         if n.target in _COUNTS:
             end = _COUNTS[n.target]
             step = n.args[2] if len(n.args) > 2 else n.kwargs.get("step", 1)
@@ -90,7 +92,7 @@ class _Lookup:
             # Dims of the result: of x by their number, of the indices' shape by ("j", number), unless one of x is counted there.
             counted = {p: i for i, p in self.whole.items()}
             of_indices: list[Any] = [counted.get(p, ("j", p)) for p in range(len(self.shape))]
-            wanted = _placed([i for i, t in enumerate(self.indices) if t is not None], len(_shape(self.x)), of_indices)
+            wanted = placed([i for i, t in enumerate(self.indices) if t is not None], len(_shape(self.x)), of_indices)
             y = self.call(graph, mode, _aten.permute.default, y, [dims.index(d) for d in wanted if d in dims])
             for at, d in enumerate(wanted):
                 if d not in dims:
@@ -110,17 +112,10 @@ class _Lookup:
             missing = len(self.shape) - len(_shape(t))
             indices[i] = self.call(graph, mode, _aten.squeeze.dims, t, [p - missing for p in self.whole.values() if p >= missing])
         y = self.call(graph, mode, self.node.target, self.x, indices)
-        return y, _placed(list(others), len(_shape(self.x)), [("j", p) for p in left])
+        return y, placed(list(others), len(_shape(self.x)), [("j", p) for p in left])
 
     def call(self, graph: fx.Graph, mode: Any, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         new = graph.call_function(target, args, kwargs)
         with mode:
             new.meta = {**self.node.meta, "val": target(*fx.map_arg(list(args), lambda a: a.meta["val"]), **kwargs)}
         return new
-
-
-def _placed(indexed: list[int], ndim: int, of_indices: list[Any]) -> list[Any]:
-    """Dims of x[indices]: indices that stand side by side leave theirs where they stood, otherwise these come first."""
-    rest = [i for i in range(ndim) if i not in indexed]
-    first = indexed[0] if indexed[-1] - indexed[0] + 1 == len(indexed) else 0
-    return [*rest[:first], *of_indices, *rest[first:]]

@@ -41,7 +41,8 @@ from autopar.planner.loss_head import checked as checked_form
 from autopar.planner.memory import Memory
 from autopar.planner.micro_batches import AUTO, candidates, checked, fastest, of_the_call
 from autopar.planner.offload import Offload
-from autopar.planner.planning import instead_of, least_of, plan_graph, within
+from autopar.planner.other_form import instead_of
+from autopar.planner.planning import least_of, plan_graph, within
 from autopar.planner.precision import Precision
 from autopar.planner.refit import modules_of, served
 from autopar.planner.request import limits_of, training_config

@@ -20,13 +20,14 @@ from autopar.planner.figures import figures
 from autopar.planner.formulation.apply import apply, blocking
 from autopar.planner.formulation.instead import Instead
 from autopar.planner.formulation.layouts import by_role, forbidden
-from autopar.planner.formulation.lower_bound import least_s, not_of_parameters
+from autopar.planner.formulation.lower_bound import least_s
 from autopar.planner.formulation.names import Names
 from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.found import Found, better
 from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.layout import Layout
 from autopar.planner.loss_head import OTHER_FORM
+from autopar.planner.other_form import bound_instead
 from autopar.planner.profiling.buckets import estimated
 from autopar.planner.profiling.profile import profile
 from autopar.planner.refit import modules_of
@@ -177,7 +178,7 @@ def plan_graph(
         raise does_not_fit(found, step, said)
     plan = plan_of(step, done, min(training.budget_bytes, cluster.device.memory_bytes))
     if instead is not None:
-        plan = replace(plan, solver={**plan.solver, OTHER_FORM: step.stages.bound_instead(instead)})
+        plan = replace(plan, solver={**plan.solver, OTHER_FORM: bound_instead(step.stages, instead)})
     return Planned(plan, found, done)
 
 
@@ -185,16 +186,6 @@ def least_of(graph: Folded, mesh_axes: Mapping[str, int], cluster: Cluster, trai
     """Seconds that no plan of `graph` takes less than: soon known, and far from what a plan takes."""
     v = Stages(graph, Mesh.of(dict(mesh_axes)), cluster, training).view()
     return least_s(v.shrunk, v.rules, v.cost)
-
-
-def instead_of(graph: Folded, other: Folded, mesh_axes: Mapping[str, int], cluster: Cluster, training: TrainingConfig) -> Instead:
-    """What `other`, a program in another form, has that `graph` does not have, in place of what only that has."""
-    v = Stages(other, Mesh.of(dict(mesh_axes)), cluster, training).view()
-    took = {"forward": 0.0, "backward": 0.0}
-    for op in not_of_parameters(v.shrunk.graph):
-        if op.name not in graph.rep:
-            took[op.direction] += v.shrunk.times[op.name] * v.cost.least_s(op, v.rules[op.name])
-    return Instead(frozenset(graph.rep) - frozenset(other.rep), took["forward"], took["backward"])
 
 
 def _smaller(a: Solution | Infeasible, b: Solution | Infeasible) -> bool:

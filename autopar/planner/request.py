@@ -27,7 +27,8 @@ from autopar.planner.kept_plans import kept, key_of
 from autopar.planner.layout import Layout
 from autopar.planner.memory import Memory
 from autopar.planner.offload import Offload
-from autopar.planner.planning import instead_of, plan_graph, within
+from autopar.planner.other_form import instead_of
+from autopar.planner.planning import plan_graph, within
 from autopar.planner.refit import modules_of, refit
 from autopar.planner.storage import param_choice
 from autopar.solver.fold import Folded
@@ -135,8 +136,8 @@ def _name(dtype: torch.dtype) -> str:
 def make_plan(
     request: PlanRequest, cluster: Cluster | None, folded: Folded, axes: Mapping[str, int], s: TrainingConfig, other: Folded | None = None
 ) -> Plan:
-    """The plan for a captured training step: given, kept from an earlier start, or made. cluster: what to plan for, where no plan is given; other: the same step in another form, whose bound the plan says
-    (`loss_head.OTHER_FORM`)."""
+    """The plan for a captured training step: given, kept from an earlier start, or made. cluster: what to plan for, where no plan is given; other: the same
+    step in another form, whose bound the plan says (`loss_head.OTHER_FORM`)."""
     if request.plan is not None:
         return storable(refit(request.plan, folded))
     assert cluster is not None

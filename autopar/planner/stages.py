@@ -24,7 +24,6 @@ from autopar.graph.mesh import Mesh
 from autopar.hardware.cluster import Cluster
 from autopar.planner.collecting import without_garbage_collection
 from autopar.planner.formulation.formulated import Formulated
-from autopar.planner.formulation.instead import Instead
 from autopar.planner.formulation.layouts import by_role, forbidden
 from autopar.planner.formulation.lower_bound import least_s, lower_bound_problem
 from autopar.planner.formulation.names import Names
@@ -61,7 +60,6 @@ TOO_MANY = 150_000  # arcs: more do not fit the time nor the memory that plannin
 FIRST_S = 2.0  # of the solver, for a first answer, whatever the time
 SOON_S = 4.0  # left: then axes are merged first, which gives an answer soon
 HAND_S, HAND_GAP = 20.0, 0.05  # of the solver, for a hand layout where nothing else has an answer: it hardly ever takes them
-INSTEAD_S = 10.0  # for a bound of a program's other form: what it may save is to plan that
 LAST = 0.75  # of the time: then the whole program is given up for one that has an answer soon
 EFFORT_S, EFFORT = 6.0, 500.0  # in proportion: so many seconds, and so many times what a step takes at least
 ARCS = 6000  # that the solver gets through in a second
@@ -142,30 +140,6 @@ class Stages:
     def begin(self, stage: str) -> None:
         self.on_progress(Begun(stage), 0.0)
 
-    def bound_instead(self, instead: Instead) -> float:
-        """Seconds that no plan takes less than of the program in which other operators stand for some; 0 where no program was made that says it, or in no time."""
-        graph, bound_s, began = self.view().shrunk.graph, 0.0, time.perf_counter()
-
-        def least_s(problem: Problem) -> float:
-            found = Relaxation(problem).at(self.training.budget_bytes, replace(self.left, seconds=INSTEAD_S))
-            return math.inf if found is None else found.tangent.at_s
-
-        self.begin("bound of the other form")
-        with contextlib.suppress(TimeoutError):
-            if self.bounding is not None:
-                bound_s = least_s(instead.problem(*self.bounding, graph))
-            elif self.coarse is not None:
-                f, problem, whole = self.coarse
-                coarse_s = least_s(lower_bound_problem(f, problem, whole))
-                other = lower_bound_problem(f, problem, whole, instead.choices(f.names, graph))
-                bound_s = least_s(instead.problem(other, f.names, graph))
-                if self.bounding_faster is not None:
-                    problem, names, faster_s = self.bounding_faster
-                    # What was left out is slower by the coarse bound; of the other program, by as much less as that is less.
-                    bound_s = max(bound_s, min(least_s(instead.problem(problem, names, graph)), faster_s - max(0.0, coarse_s - bound_s)))
-        self.on_progress("bound of the other form", time.perf_counter() - began)
-        return bound_s if math.isfinite(bound_s) else 0.0
-
     def so_far(self, mesh: Mesh, bound_s: float, best: Found | None) -> None:
         """Tells what is known of the step on `mesh`, whose axes may be merged: no plan takes less than the one, the other is the best that was found."""
         on = "" if mesh.parents == self.mesh.parents else f"on {axes_said(mesh)} "
@@ -244,12 +218,12 @@ class Stages:
         takes less than `far_s`."""
         start = time.perf_counter()
         f, problem = made or self.formulated(v, mesh)
-        if mesh is self.mesh:
-            self.bounding = problem.relaxed, f.names
         if self.is_first and arcs_of(problem) > ARCS * (self.until - time.perf_counter()):
             raise NoAnswer("the program is too large for the time", -1.0)
         self.begin(f"solve {axes_said(mesh)}")
         seen = solve_relaxed(problem.relaxed, problem, self.left, self.on_progress)
+        if mesh is self.mesh:
+            self.bounding = problem.relaxed, f.names
         if seen is None:
             return self.with_low_memory_strategies(v, mesh, f, problem, -1.0, None)
         if seen.bound_s > far_s:

@@ -9,11 +9,14 @@ accumulated on counts once; in a scatter that overwrites they stay whole, or the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from autopar.graph.graph import Op, Tensor
 from autopar.rules import rule
 from autopar.rules.grammar import Line
 from autopar.rules.letters import aligned, linear_in, names, write
+
+T = TypeVar("T")
 
 
 @rule("aten.embedding.default")
@@ -124,10 +127,14 @@ def layout(op: Op) -> tuple[list[int], tuple[int, ...], list[int | None]]:
     shapes = [indices[i].shape for i in at]
     ndim = max(len(s) for s in shapes)
     shape = tuple(max((s[len(s) - ndim + i] for s in shapes if len(s) - ndim + i >= 0), key=lambda n: (n != 1, n)) for i in range(ndim))
-    rest: list[int | None] = [i for i in range(len(x.shape)) if i not in at]
-    adjacent = at[-1] - at[0] + 1 == len(at)
-    first = at[0] if adjacent else 0
-    return at, shape, [*rest[:first], *[None] * ndim, *rest[first:]]
+    return at, shape, placed(at, len(x.shape), [None] * ndim)
+
+
+def placed(at: Sequence[int], ndim: int, of_indices: Sequence[T]) -> list[int | T]:
+    """Dims of a lookup by dims `at` of `ndim`, in order: those that are left, by number, and in one place those of the indices."""
+    rest = [i for i in range(ndim) if i not in at]
+    first = at[0] if at[-1] - at[0] + 1 == len(at) else 0
+    return [*rest[:first], *of_indices, *rest[first:]]
 
 
 def _index_dims(op: Op, own: str, index: str) -> tuple[list[str], list[str], list[str], tuple[int, ...]] | None:

@@ -58,6 +58,7 @@ OTHER = [
     lambda x, j: x[torch.arange(3), torch.arange(3)],  # a diagonal
     lambda x, j: x[torch.arange(3), j[:3]],
     lambda x, j: x[torch.arange(3).expand(2, 3)],  # twice
+    lambda x, j: x[torch.arange(3).bool().long()],  # no longer counts
     lambda x, j: x[torch.arange(0, 6, 2) % 3],
     lambda x, j: x[x[:, 0, 0] > 0],
 ]
