@@ -18,6 +18,7 @@ from torch import Tensor
 from autopar.offload.errors import OffloadError
 
 PAGE_BYTES = 4096
+_WIPE_ON_FORK = 18  # MADV_WIPEONFORK; Python's mmap has no name for it
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
 
 
@@ -37,8 +38,10 @@ class Buffer:
                 f"the machine gives no {nbytes} bytes of host memory ({e.strerror})",
                 fix="lower host_bytes or staging_bytes, or raise the process's memory limit (ulimit, cgroup)",
             ) from e
-        # A fork would copy page-locked memory at once, all of it, for a child that never reads it.
-        memory.madvise(mmap.MADV_DONTFORK)
+        # A fork would copy page-locked memory at once, all of it, for a child that never reads it. Not MADV_DONTFORK: the child would have
+        # a hole there, put something else in it, and unmap that when it drops this object.
+        with suppress(OSError):  # Linux before 4.14: the copy is slow, not wrong
+            memory.madvise(_WIPE_ON_FORK)
         self.nbytes, self.pinned = nbytes, pinned
         self.tensor: Tensor = torch.frombuffer(memory, dtype=torch.uint8)
         self.array: np.ndarray = np.frombuffer(memory, dtype=np.uint8)

@@ -788,6 +788,24 @@ def test_the_interpreter_ends_with_a_disk_that_hangs(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_fork_that_drops_a_buffer_unmaps_nothing_of_its_own(tmp_path: Path) -> None:
+    """Maps that the child makes after the fork could lie where the parent's buffer was."""
+    script = """
+        import mmap
+        from autopar.offload.buffers import Buffer
+        buffers = [Buffer(1 << 20, False) for _ in range(4)]
+        pid = os.fork()
+        if not pid:
+            mine = [mmap.mmap(-1, 1 << 20) for _ in range(8)]
+            buffers.clear()
+            for m in mine:
+                m[:] = bytes(1 << 20)
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+    """
+    child(script, tmp_path)
+
+
 # ---- the ops -------------------------------------------------------------------------------------------------------
 
 
