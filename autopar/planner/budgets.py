@@ -138,7 +138,7 @@ class Budgets:
                 if one is not None and (best is None or one[0] < best[0] * (1 - WORTH)):
                     best = *one, mine, segments
         if best is None:
-            raise NoAnswer("no answer, whatever the budget", -math.inf)
+            raise NoAnswer("no answer in time" if self.stages.is_late else "no answer, whatever the budget", -math.inf)
         peak, known, mine, segments = best
         if self.needs_bound(peak):
             self.add_bound(peak, self.bounding.at(peak, self.stages.left))

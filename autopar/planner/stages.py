@@ -177,20 +177,22 @@ class Stages:
             axes = sum(n > 1 for n in self.mesh.parents.values())
             is_soon = self.until - time.perf_counter() < SOON_S
             is_large = len(v.q.classes.ops) > LARGE
-            if merge and (axes > WHOLE_AXES or (axes > 1 and (is_soon or is_large))):
+            # A layout's axes have one role each: merged ones would have two.
+            may_merge = merge and self.restrict is None
+            if may_merge and (axes > WHOLE_AXES or (axes > 1 and (is_soon or is_large))):
                 return self.by_merging(v)
             bound_s = -1.0
             try:
-                self.is_first = merge
+                self.is_first = may_merge
                 with watching(until=self.until if merge else math.inf):
                     return self.on(v, self.mesh)
             except TimeoutError as e:
-                if not merge or (axes < 2 and self.restrict is not None):
+                if not may_merge:
                     raise
                 bound_s = e.bound_s if isinstance(e, NoAnswer) else bound_s
             self.is_first = False
             if axes > 1:
-                with contextlib.suppress(*([TimeoutError] if self.restrict is None else [])):
+                with contextlib.suppress(TimeoutError):
                     return self.by_merging(v, bound_s)
             return self.by_hand(v, bound_s)
 

@@ -159,3 +159,10 @@ def test_sizes_are_no_roles(sizes: dict[str, int]) -> None:
     """They would leave every axis without a role, in silence."""
     with pytest.raises(LayoutError, match="are sizes, and a mesh that exists has axes"):
         Layout.of(Layout(**sizes), Mesh.of(TWO))  # type: ignore[arg-type]
+
+
+def test_axes_of_a_layout_are_not_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large program's axes are, and an answer sought soon; but one axis cannot have two roles."""
+    monkeypatch.setattr("autopar.planner.stages.LARGE", 0)
+    plan = planned("fsdp+tp", TWO)
+    assert read_split(plan, "gate_proj") == {("tp", 0)} and read_split(plan, "down_proj") == {("tp", 1)}
