@@ -57,7 +57,7 @@ class _Package(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name in _WHERE:
             return getattr(importlib.import_module(f"{self.__name__}.{_WHERE[name]}"), name)
-        if name == "checkpoint":
+        if name in ("checkpoint", "elastic"):
             return importlib.import_module(f"{self.__name__}.{name}")
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 

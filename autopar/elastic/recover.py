@@ -59,7 +59,7 @@ def recover(session: Recovering, was_split: bool) -> tuple[int, Moved]:
     chosen = version_to_go_on_from(held)
     if chosen is None:
         raise StoppedError(_lost(held), where=f"rank {copies.rank} of {copies.ranks}", fix="start again, from the last checkpoint")
-    version, generation, ranks = chosen
+    version, _, ranks = chosen
     owns = [next((s for s in owned if (s.version, s.generation, s.ranks) == chosen), None) for _, owned in told]
     specs = _specs(copies, next((p.specs for s, p in mine.items() if (s.version, s.generation, s.ranks) == chosen), None))
     builder = session.model._builder

@@ -71,7 +71,8 @@ class Session:
         self.ahead: Ahead = attached.ahead
         self.version, self.recoveries = 0, list[Recovery]()
         self.is_split = self.state.is_split()
-        self.holdings, self.copies = Holdings(), None if self.member is None else self._new_copies()
+        self.holdings = Holdings()
+        self.copies = None if self.member is None else self._new_copies()
         self.alike: dict[int, Alike] = {}
         self.is_live = True  # the tensors on the device are those of `version`, not half a step further
         self.in_step, self.committed = False, False
