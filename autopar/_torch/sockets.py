@@ -59,6 +59,7 @@ def shut_sockets() -> int:
     for inode, descriptor in _open().items():
         if inode in _noted:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as s:
+                s.getpeername()  # raises for one that listens: gloo's thread would abort the process where accept() fails
                 s.shutdown(socket.SHUT_RDWR)
                 count += 1
     return count

@@ -217,6 +217,8 @@ class Session:
         assert member is not None
         begun = time.monotonic()
         member.next()
+        if self.copies is not None:
+            self.copies.salvage()
         rank, ranks = member.rank, len(member.members)
         try:
             _torch.join_group(
