@@ -29,7 +29,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.elastic import copies as copies_, session as session_
+from autopar.elastic import copies as copies_
+from autopar.elastic import session as session_
 from autopar.elastic.session import Session
 from autopar.elastic.supervisor import Supervisor
 from autopar.kernels.random import EagerRandom
@@ -215,7 +216,12 @@ def _work(task: Task, told: Any) -> Done:
             at("copied")
     whole = {n: p.full_tensor() if isinstance(p, DTensor) else p.clone() for n, p in (*model.named_parameters(), *model.named_buffers())}
     return Done(
-        losses, {n: t.detach() for n, t in whole.items()}, scheduler.get_last_lr()[0], session.recoveries, session.holdings.bytes(), model.programs.captured
+        losses,
+        {n: t.detach() for n, t in whole.items()},
+        scheduler.get_last_lr()[0],
+        session.recoveries,
+        session.holdings.bytes(),
+        model.programs.captured,
     )
 
 
@@ -290,7 +296,7 @@ def compare(task: Task, out: Outcome) -> None:
         worst = max(abs(done.losses[i] - want.losses[i]) / abs(want.losses[i]) for i in range(task.steps))
         assert worst < 1e-11, f"worker {worker}: losses differ by {worst:.1e}"
         for n, t in want.parameters.items():
-            torch.testing.assert_close(done.parameters[n], t, rtol=1e-9, atol=1e-10, msg=lambda m, n=n: f"worker {worker}, {n}: {m}")
+            torch.testing.assert_close(done.parameters[n], t, rtol=1e-9, atol=1e-10, msg=f"worker {worker}, {n}: {{}}".format)
         assert done.rate == want.rate
 
 

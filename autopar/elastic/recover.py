@@ -41,8 +41,8 @@ class Recovering(Protocol):
     is_live: bool
 
 
-def recover(session: Recovering, was_split: bool) -> tuple[int, Moved]:
-    """The version that all go on from, which the model and the optimizer then have. was_split: whether a rank had parts that others did not have. Collective.
+def recover(session: Recovering, was_split: bool) -> Moved:
+    """Model, optimizer and session go back to, or stay at, the version that all go on from. was_split: whether a rank had parts that others did not have. Collective.
 
     Raises StoppedError, on all ranks, where no version is left whole."""
     copies = session.copies
@@ -71,12 +71,12 @@ def recover(session: Recovering, was_split: bool) -> tuple[int, Moved]:
     new = Packed(after, copies.rank, copies.ranks, torch.empty(length, dtype=torch.uint8))
     given = {s.rank: p for s, p in mine.items() if (s.version, s.generation, s.ranks) == chosen}
     moved = _exchange(copies, specs, dims, ranks, given, new, sources(chosen, held, owns), owns)
+    alike = _alike(copies, session.alike.get(version))
+    # Nothing below waits for others: a loss finds the tensors as they were, or all as they are to be.
     session.state.put(new, places)
-    session.alike[version] = _alike(copies, session.alike.get(version))
-    session.state.put_alike(session.alike[version])
-    for p in session.model.parameters():
-        p.grad = None
-    return version, moved
+    session.state.put_alike(alike)
+    session.alike[version], session.version, session.is_live = alike, version, True
+    return moved
 
 
 def _exchange(

@@ -232,9 +232,8 @@ class Session:
         self.copies = self._new_copies()
         regrouped = time.monotonic()
         was_split, self.is_split = self.is_split or bool(self.holdings.own), any(_splits(self.model))
-        self.version, moved = recover(self, was_split)
-        self.is_live, self.committed = True, False
-        self.alike = {self.version: self.alike[self.version]}
+        moved = recover(self, was_split)
+        self.committed = False
         self._publish()
         self.copies.wait()
         self.copies.meet()
