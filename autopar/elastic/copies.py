@@ -35,9 +35,9 @@ class Holdings:
 
 
 class Copies:
-    """Of one generation. group: of all its ranks, for copies alone."""
+    """Of one generation. group: of all its ranks, for copies alone; None where there is one rank."""
 
-    def __init__(self, group: dist.ProcessGroup, generation: int, rank: int, ranks: int, holdings: Holdings) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, generation: int, rank: int, ranks: int, holdings: Holdings) -> None:
         self.group, self.generation, self.rank, self.ranks, self.holdings = group, generation, rank, ranks, holdings
         self.to, self.of = partner(rank, ranks), ward(rank, ranks)
         self.works: list[Any] = []

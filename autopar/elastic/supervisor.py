@@ -158,10 +158,13 @@ class Supervisor:
         for w, why in gone.items():
             self.tell(f"worker {w} (rank {self.members.index(w)} of {len(self.members)}) is lost: {why}")
             self.lost.append((w, why))
+        if any(not self.store.check([words.beat(w)]) for w in self.members):
+            return self._stop(
+                "a worker was lost before all had come to autopar.compile(elastic=...), so the others cannot go on without it"
+            )
         self.members = [w for w in self.members if w not in gone]
-        left = [w for w in self.members if self.processes[w].poll() is None or not self._done(w)]
         self.alarms = 0
-        if len(self.members) < self.least or not left:
+        if len(self.members) < self.least:
             return self._stop(
                 f"{len(self.members)} of {self.size} processes are left, and the run needs {self.least}"
                 + "".join(f"; worker {w} {why}" for w, why in self.lost[-4:])
@@ -192,7 +195,7 @@ class Supervisor:
     def _stop(self, why: str) -> bool:
         self.tell(f"the run ends: {why}")
         words.write(self.store, words.STOPPED, [why])
-        end = time.monotonic() + LAST_WORDS_S
+        end = time.monotonic() + (LAST_WORDS_S if self.store.check([words.SETTINGS]) else 0)  # whoever does not listen has nothing to say
         while time.monotonic() < end and any(p.poll() is None for p in self.processes.values()):
             time.sleep(POLL_S)
         return False
