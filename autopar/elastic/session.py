@@ -159,6 +159,8 @@ class Session:
         if self.is_split:
             packed = self.state.pack(copies.rank, copies.ranks, copies.place_for(self.version))
             copies.begin(self.version, packed)
+        else:
+            self.state.tensors()  # what could not be moved is said now, not at a loss
 
     def _finished(self) -> bool:
         """The last version is whole everywhere, and all ranks know; False where it had to be recovered first."""
