@@ -66,7 +66,8 @@ def _view(buffer: torch.Tensor, at: int, s: Spec, box: Box) -> torch.Tensor:
 
 
 def crc_of(buffer: torch.Tensor) -> int:
-    return zlib.crc32(memoryview(buffer.numpy())) if buffer.numel() else 0
+    data: Any = buffer.numpy()
+    return zlib.crc32(data) if buffer.numel() else 0
 
 
 class State:
