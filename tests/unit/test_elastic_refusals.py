@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import autopar
@@ -18,6 +20,14 @@ from autopar.elastic.supervisor import Supervisor, started
 from autopar.errors import AutoparError
 from autopar.planner.layout import Layout
 from autopar.run import main
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_group() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
 
 PLAIN: dict[str, Any] = {"layout": "fsdp", "inputs": "global", "has_plan": False, "axes": 1, "has_stages": False}
 
