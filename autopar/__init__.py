@@ -13,9 +13,10 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autopar import checkpoint
+    from autopar import checkpoint, elastic
     from autopar.api import compile
     from autopar.capture.tags import must_recompute, must_save
+    from autopar.elastic.options import Elastic
     from autopar.errors import AutoparError
     from autopar.hardware.cluster import Cluster
     from autopar.integrations.callback import monitor_callback
@@ -33,12 +34,12 @@ if TYPE_CHECKING:
     from autopar.watch.monitor import monitor
 
 __all__ = [
-    "AutoparError", "Cluster", "Layout", "Offload", "ParallelModule", "Plan", "Precision", "Prediction", "checkpoint", "compile", "explain", "from_pretrained", "monitor", "monitor_callback", "must_recompute",
+    "AutoparError", "Cluster", "Elastic", "Layout", "Offload", "ParallelModule", "Plan", "Precision", "Prediction", "checkpoint", "compile", "elastic", "explain", "from_pretrained", "monitor", "monitor_callback", "must_recompute",
     "must_save", "plan", "predict", "search", "strategy", "trainer",
 ]  # fmt: skip
 
 _WHERE = {
-    "AutoparError": "errors", "Cluster": "hardware.cluster", "Layout": "planner.layout", "Offload": "planner.offload", "ParallelModule": "runtime.module",
+    "AutoparError": "errors", "Cluster": "hardware.cluster", "Elastic": "elastic.options", "Layout": "planner.layout", "Offload": "planner.offload", "ParallelModule": "runtime.module",
     "Plan": "plan.plan", "Precision": "planner.precision", "Prediction": "predict", "compile": "api", "explain": "planner.offline",
     "must_recompute": "capture.tags", "must_save": "capture.tags", "plan": "planner.offline", "predict": "predict", "search": "search",
     "from_pretrained": "integrations.pretrained", "monitor": "watch.monitor", "monitor_callback": "integrations.callback", "strategy": "integrations.fabric", "trainer": "integrations.trainer",
@@ -56,7 +57,7 @@ class _Package(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name in _WHERE:
             return getattr(importlib.import_module(f"{self.__name__}.{_WHERE[name]}"), name)
-        if name == "checkpoint":
+        if name in ("checkpoint", "elastic"):
             return importlib.import_module(f"{self.__name__}.{name}")
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 

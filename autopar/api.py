@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from autopar.elastic.attach import attach, refuse
+from autopar.elastic.options import Elastic
 from autopar.errors import AutoparError, MeshError
 from autopar.hardware.cluster import Cluster
 from autopar.pipeline import Lists
@@ -51,6 +53,7 @@ def compile(
     schedule: str | os.PathLike[str] | Lists | None = None,
     virtual_stages: int | None = None,
     loss_head: str = "auto",
+    elastic: Elastic | None = None,
 ) -> ParallelModule:
     """Makes `model` train on `mesh` as it would on one device.
 
@@ -84,6 +87,7 @@ def compile(
     virtual_stages: of an interleaved pipeline, how many stages each rank has; default 2.
     loss_head: whether a linear layer under a cross-entropy makes all its logits ("plain") or makes them tile by tile, and again in backward ("chunked"); "auto": by the planner,
         as is faster or fits, and "plain" in a hand layout. Where a step is asked for its logits it has them.
+    elastic: what of a run started by `python -m autopar.run` is to be survived, for a training loop by `autopar.elastic.Session`; default: nothing, at no cost.
     options: of the solver: "seconds" it may take (60), relative "gap" at which it stops (0.01).
 
     Collective: all ranks call it alike, and a rank with other arguments, another model or another program is refused on all. One rank plans.
@@ -123,7 +127,11 @@ def compile(
         loss_fn, inputs, layout, Precision.of(precision), optimizer, grad_accumulation, backend, outputs, request, dynamic, lengths,
         bucket_collectives, number if lists is None else lists.micro_batches, lists, checked_form(loss_head),
     )  # fmt: skip
+    if elastic is not None:
+        refuse(layout, inputs, request.plan is not None, device_mesh.ndim, lists is not None)
     module = ParallelModule(model, device_mesh, config)
+    if elastic is not None:
+        attach(module, elastic)
     if example_inputs is not None:
         if isinstance(example_inputs, tuple):
             module.prepare(*example_inputs)

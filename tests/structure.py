@@ -18,7 +18,7 @@ FOLDERS = {"autopar": "autopar", "autopar.solver": "solver", "autopar.passes": "
 # From what everything stands on to what stands on everything. `hardware.calibrate` runs steps, so it comes late.
 ROOMS = (
     "errors", "text", "graph", "tensors", "_torch", "kernels", "rules", "hardware", "cost", "timeline", "plan", "solver", "capture", "models", "planner", "offload", "passes", "simulate",
-    "pipeline", "distributed", "checkpoint", "runtime", "watch", "predict", "search", "api", "integrations", "hardware.calibrate", "report", "cli", "__main__",
+    "pipeline", "distributed", "checkpoint", "runtime", "elastic", "watch", "predict", "search", "api", "integrations", "hardware.calibrate", "report", "cli", "run", "__main__",
 )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Private torch APIs: the only room that imports them. It absorbs the differences between versions (torch >= 2.11).
 
 In: what the rest asks for by these names. Out: what torch does. **A private API goes into the file of its subject**: fake tensors (fakes.py), calls of fx graphs (nodes.py),
-dynamo (language.py, effects.py, regions.py), the joint graph of AOTAutograd (export.py), Inductor (inductor.py), process groups and DTensors (distributed.py), what DTensors cannot do (dtensors.py), norms of gradients (clipping.py), effects in graphs (tokens.py), sizes that vary (symbols.py).
+dynamo (language.py, effects.py, regions.py), the joint graph of AOTAutograd (export.py), Inductor (inductor.py), process groups and DTensors (distributed.py), groups that break and are made anew (regroup.py, sockets.py), what DTensors cannot do (dtensors.py), norms of gradients (clipping.py), effects in graphs (tokens.py), sizes that vary (symbols.py).
 """
 
 from autopar._torch.clipping import norms_over
@@ -65,6 +65,8 @@ from autopar._torch.patched import other_code, replaced_composites
 from autopar._torch.pickles import restricted_reader
 from autopar._torch.record import recorded
 from autopar._torch.regions import TorchDispatchMode, leave_region, region_of
+from autopar._torch.regroup import join_group, leave_groups, placeholder_group
+from autopar._torch.sockets import note_between, own_endpoints, shut_sockets, watch_sockets
 from autopar._torch.subclass import memory_of, plainly, without_memory
 from autopar._torch.symbols import SymbolicValues, Symbols, concrete, expressions, fill_sizes, number, symbolic
 
@@ -114,7 +116,9 @@ __all__ = [
     "is_open",
     "is_operator",
     "is_pure",
+    "join_group",
     "keep_strides",
+    "leave_groups",
     "leave_region",
     "let_go_of_groups",
     "line_of",
@@ -125,10 +129,13 @@ __all__ = [
     "new_fake_mode",
     "new_group",
     "norms_over",
+    "note_between",
     "number",
     "orderly",
     "orthogonalized",
     "other_code",
+    "own_endpoints",
+    "placeholder_group",
     "plainly",
     "process_group",
     "pytree",
@@ -141,9 +148,11 @@ __all__ = [
     "results_of",
     "saved_by_min_cut",
     "set_hooks",
+    "shut_sockets",
     "storage_of",
     "symbolic",
     "unalias_process_groups",
+    "watch_sockets",
     "with_strides",
     "without_dead_code",
     "without_memory",

@@ -12,6 +12,7 @@ import torch
 import torch.utils._python_dispatch
 import torch.utils._pytree
 
+from autopar._torch.sockets import noted
 from autopar.tensors.memory_format import order_of, strides_of
 from autopar.text.log import VARIABLE
 
@@ -74,7 +75,8 @@ def new_group(ranks: list[int], name: str, timeout: Any, backend: str | None = N
     timeout = _get_default_timeout(kind) if timeout is None else timeout
     device = world.bound_device_id if backend is None else None
     make: Any = _new_process_group_helper  # see `_registry`
-    made, _ = make(len(ranks), ranks.index(dist.get_rank()), ranks, kind, store, name, timeout=timeout, device_id=device)
+    with noted():
+        made, _ = make(len(ranks), ranks.index(dist.get_rank()), ranks, kind, store, name, timeout=timeout, device_id=device)
     _world.pg_group_ranks[made] = {r: i for i, r in enumerate(ranks)}
     return made
 
@@ -124,7 +126,8 @@ def orderly(name: str, group: Any, fresh: str) -> Any:
     store = PrefixStore(f"{name}/{'.'.join(map(str, ranks))}/{fresh}", default_store())
     rank, size = ranks.index(dist.get_rank()), len(ranks)
     mine: Any = ProcessGroup(store, rank, size)
-    backend = gloo(store, rank, size, options)
+    with noted():
+        backend = gloo(store, rank, size, options)
     backend.options.global_ranks_in_group, backend.options.group_name = ranks, name
     backend._set_sequence_number_for_group()
     mine._set_default_backend(ProcessGroup.BackendType.GLOO)

@@ -47,6 +47,14 @@ def begin(groups: Groups) -> int:
     return groups.steps
 
 
+_when_lost: list[Callable[[], None]] = []  # of an elastic run
+
+
+def when_lost(do: Callable[[], None]) -> None:
+    """From here on a rank whose collective fails does this at once, in place of looking who is missing: somebody else knows, and the others wait for this rank."""
+    _when_lost[:] = [do]
+
+
 @contextlib.contextmanager
 def shared(groups: Groups, step: int, phase: str, finer: Callable[[Collective], str] | None = None) -> Iterator[None]:
     """Around what one step runs. step: of `begin`; finer: a better name of the phase, for the collective that failed."""
@@ -58,6 +66,8 @@ def shared(groups: Groups, step: int, phase: str, finer: Callable[[Collective], 
     try:
         yield
     except Exception as e:
+        if _when_lost and is_of_others(e):
+            raise lost(e, phase, groups.ranks, finer) from e
         # The collectives' own errors are RuntimeErrors; what else fails is this rank's own.
         said = _said(key) if isinstance(e, RuntimeError) else None
         if said is not None:
@@ -101,9 +111,15 @@ _LATE = r"[Tt]imed out|[Tt]imeout"
 
 def lost(e: BaseException, phase: str, ranks: Sequence[int], finer: Callable[[Collective], str] | None = None) -> LostRankError:
     """The error of a rank whose collective failed with `e`, because others are gone or do not answer."""
+    for do in _when_lost:
+        do()
     collective = collective_of(e)
     if collective is not None and finer is not None:
         phase = finer(collective) or phase
+    if _when_lost:
+        return LostRankError(
+            f"a rank is gone during {phase}", where=f"rank {dist.get_rank()}", fix="", phase=phase, collective=str(collective or "")
+        )
     doing = phase if collective is None else f"{phase}, in {collective}"
     m = presence.missing(ranks, doing)
     late = re.search(_LATE, str(e)) is not None

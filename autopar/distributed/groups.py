@@ -45,6 +45,11 @@ def is_ours(device_mesh: DeviceMesh) -> bool:
     return any(g.device_mesh == device_mesh for g in _all)
 
 
+def prefix_of(ranks: list[int], axes: dict[str, int], device_type: str) -> str:
+    """Of the names of a mesh's groups. The same in every run of a program: it is in the text of graphs, which are cached."""
+    return "autopar." + hashlib.sha256(f"{ranks}{axes}{device_type}".encode()).hexdigest()[:8]
+
+
 class Groups:
     """The groups of one device mesh.
 
@@ -62,9 +67,7 @@ class Groups:
         self.ranks = [int(r) for r in self.whole.mesh.flatten().tolist()]
         if self.ranks != sorted(self.ranks):
             raise MeshError("the mesh lists ranks out of order", where=f"mesh {self.ranks}", fix="use init_device_mesh, or ascending ranks")
-        # The same in every run of a program: it is in the text of graphs, which are cached.
-        key = f"{self.ranks}{self.axes}{device_mesh.device_type}"
-        self.prefix = "autopar." + hashlib.sha256(key.encode()).hexdigest()[:8]
+        self.prefix = prefix_of(self.ranks, self.axes, device_mesh.device_type)
         self.made: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self.known: dict[str, dist.ProcessGroup] = {}  # what graphs' collectives mean by a name
         self.world = dist.group.WORLD if dist.is_initialized() else None

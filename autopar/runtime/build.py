@@ -163,27 +163,28 @@ class Builder:
 
     # ---- parameters ------------------------------------------------------------------------------------------
 
-    def distribute(self) -> None:
-        """Every parameter becomes a DTensor, in the placement that is right for all layouts that do not split tensors."""
-        layout, mesh, whole = self.first if self.layout is None or self.layout.tensor else self.layout, self.mesh, self.device_mesh
+    def placements(self, name: str, shape: tuple[int, ...]) -> tuple[DPlacement, ...]:
+        """Of a parameter, before there is a plan: what is right for all layouts that do not split tensors."""
+        layout, mesh = self.first if self.layout is None or self.layout.tensor else self.layout, self.mesh
         if self.pipeline is not None:  # whose stages are not known yet
             whole = self.groups.whole
             mesh = Mesh.of({n: whole.size(i) for i, n in enumerate(whole.mesh_dim_names or ())})
             every = tuple(a.name for a in mesh.axes if a.size > 1)
             layout = Layout(data=every, shard=every, name="fsdp")
+        choice = param_choice(Tensor(name, tuple(shape), "float32"), Placement.of(tuple(shape)), layout, mesh, True)
+        return dtensor_placements(choice.storage, mesh)
 
-        def placements(name: str, shape: tuple[int, ...]) -> tuple[DPlacement, ...]:
-            choice = param_choice(Tensor(name, tuple(shape), "float32"), Placement.of(tuple(shape)), layout, mesh, True)
-            return dtensor_placements(choice.storage, mesh)
-
+    def distribute(self) -> None:
+        """Every parameter becomes a DTensor."""
+        whole = self.device_mesh if self.pipeline is None else self.groups.whole
         shared = {id(b): n for n, b in self.model.named_buffers()}
         aliases = [(m, a, shared[id(t)]) for m in self.model.modules() for a, t in vars(m).items() if id(t) in shared]
         # No list of them: it would keep every whole parameter alive while they are cut one by one.
         with during("compile: parameters being spread", self.groups.ranks):
             if any(t.is_meta for t in itertools.chain(self.model.parameters(), self.model.buffers())):
-                materialize(self.model, whole, placements, torch.initial_seed(), self.device)
+                materialize(self.model, whole, self.placements, torch.initial_seed(), self.device)
             else:
-                distribute(self.model, whole, placements)
+                distribute(self.model, whole, self.placements)
         if self.device.type != "cpu":
             for m in self.model.modules():
                 for n, b in m._buffers.items():

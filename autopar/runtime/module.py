@@ -88,25 +88,30 @@ class ParallelModule(nn.Module):
         self.__dict__["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
         self.training = model.training
         self.__dict__["_wrapped"] = model
-        self._builder = builder
         self._config = config
         self._buckets = None if config.buckets is None else Buckets(config.buckets, model)
-        # A bucket is a size of its own: there are few of them.
-        self._programs = Programs(False if config.buckets is not None and config.dynamic is None else config.dynamic)
         self._state = PythonState(model, config.loss_fn)
         self._checked = -1  # the state whose hooks were looked at
-        self._reader = self._builder.reader
-        self._outputs = OutputGiver(self._builder.groups, self._reader, self._builder.device)
         self._touched: set[bool] = set()  # in training (True), in evaluation (False): outputs besides the loss were asked for
-        self._sync = GradSync(config.grad_accumulation, builder.reduced)
-        self._micro = MicroBatches()
-        self._stages = None if builder.pipeline is None else StagedCalls(builder.pipeline, builder.device)
+        self._lie_on(builder)
         self._seed: int | None = None
         self._calls = 0
         watch(self, config.optimizer)
         if config.loss_fn is None:
             self.__dict__["forward"] = signed(self.forward, model.forward)
         self.__dict__["_made"] = True  # from here on, attributes are the model's
+
+    def _lie_on(self, builder: Builder) -> None:
+        """All that depends on the mesh, which is the builder's."""
+        config = self._config
+        self._builder = builder
+        # A bucket is a size of its own: there are few of them.
+        self._programs = Programs(False if config.buckets is not None and config.dynamic is None else config.dynamic)
+        self._reader = builder.reader
+        self._outputs = OutputGiver(builder.groups, self._reader, builder.device)
+        self._sync = GradSync(config.grad_accumulation, builder.reduced)
+        self._micro = MicroBatches()
+        self._stages = None if builder.pipeline is None else StagedCalls(builder.pipeline, builder.device)
 
     # ---- the call --------------------------------------------------------------------------------------------
 

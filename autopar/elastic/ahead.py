@@ -1,0 +1,145 @@
+"""Steps for fewer ranks, made before any is lost, so that a loss compiles nothing.
+
+Survivors are renumbered from 0, and graphs are the same text on every rank: one step for n - 1 ranks serves, whoever is lost. It is made of what was captured for n, by
+the same hand layout, for groups that do not exist yet; placeholders of their size have their names, since a compiler asks for a group's size. After a loss the names
+get real groups. A call whose program is for several sizes, or a micro-batch, is not made ahead: it is captured and compiled when it comes, and counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from autopar import _torch
+from autopar.cost import Cost
+from autopar.distributed.groups import Groups, prefix_of
+from autopar.errors import AutoparError
+from autopar.graph.mesh import Mesh
+from autopar.passes.sharding.groups import group_name
+from autopar.planner.layout import Layout
+from autopar.planner.propagate import propagate
+from autopar.runtime.build import Builder
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.pipeline import Settings
+from autopar.runtime.programs import Program
+from autopar.runtime.step import Step
+from autopar.text.progress import told
+
+
+class Placeholder(Groups):
+    """The groups of a mesh of `size` ranks that does not exist yet. asked: axes that a step has collectives over, in order."""
+
+    def __init__(self, like: Groups, size: int) -> None:
+        (name,) = like.axes
+        self.axes = {name: size}
+        self.mesh = Mesh.of(self.axes)
+        self.here = self.ranks = list(range(size))
+        self.prefix = prefix_of(self.ranks, self.axes, like.device_mesh.device_type)
+        self.asked: list[tuple[str, ...]] = []
+        self.held: list[Any] = []
+        self.tells = like.rank == 0
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.tells else 1
+
+    def ensure(self, axes: tuple[str, ...]) -> str:
+        name = group_name(self.prefix, axes)
+        if axes not in self.asked:
+            self.asked.append(axes)
+            self.held.append(_torch.placeholder_group(name, self.mesh.sizes_product(axes)))
+        return name
+
+
+@dataclass
+class Ready:
+    """What was made ahead for a number of ranks. kinds: of calls, each with its program."""
+
+    groups: Placeholder
+    kinds: list[tuple[Any, Program]] = field(default_factory=list)
+
+
+class Ahead:
+    """Of one module. smallest: number of ranks to be ready for."""
+
+    def __init__(self, model: ParallelModule, smallest: int) -> None:
+        self.model, self.smallest = model, smallest
+        self.ready: dict[int, Ready] = {}
+        self.seen: list[Program] = []  # programs that were made ahead already, or cannot be
+        self.made, self.left_out = 0, 0
+        check_sizes(model._builder, smallest)
+
+    def make(self) -> None:
+        """Of the programs that the module has by now and that are new, the steps for all smaller numbers of ranks. All ranks call it alike."""
+        programs = [(kind, p) for kind, held in self.model._programs.kinds.items() for p in held if not any(p is q for q in self.seen)]
+        if not programs:
+            return
+        builder = self.model._builder
+        sizes = range(builder.mesh.size - 1, self.smallest - 1, -1)
+        with told(f"steps for {', '.join(map(str, sizes))} processes made ahead", builder.groups.rank == 0 and len(sizes) > 0):
+            for kind, program in programs:
+                self.seen.append(program)
+                if program.is_general or program.step.captured.samples is not None:
+                    self.left_out += 1
+                    continue
+                for n in sizes:
+                    ready = self.ready.setdefault(n, Ready(Placeholder(builder.groups, n)))
+                    ready.kinds.append((kind, replace(program, step=_step(builder, program.step, ready.groups), sized={})))
+                    self.made += 1
+
+    def take(self) -> bool:
+        """On the mesh that the module lies on now: the steps that were made for its size, bound to its groups. False where there are none. Collective."""
+        builder = self.model._builder
+        ready = self.ready.get(builder.mesh.size)
+        if ready is None:
+            return False
+        assert ready.groups.prefix == builder.groups.prefix
+        for axes in ready.groups.asked:
+            builder.groups.ensure(axes)
+        params = {n: c for _, p in ready.kinds for n, c in p.step.plan.params.items()}
+        for kind, program in ready.kinds:
+            step = program.step
+            step.groups, step.settings = builder.groups, replace(step.settings, once=builder.once)
+            self.model._programs.kinds.setdefault(kind, []).append(program)
+            self.seen.append(program)
+            if step.has_backward or builder.plan is None:
+                builder.plan = replace(step.plan, params=params)
+        return bool(ready.kinds)
+
+
+def _step(builder: Builder, old: Step, groups: Placeholder) -> Step:
+    """`old` for the mesh of `groups`."""
+    layout = Layout.of(_layout_of(builder), groups.mesh)
+    trainable = frozenset(n for n, c in old.plan.params.items() if c.trainable)
+    plan = propagate(old.graph, layout, groups.axes, trainable)
+    links = None if old.settings.links is None or groups.mesh.size == 1 else Cost(old.settings.links.cluster, groups.mesh)
+    settings: Settings = replace(old.settings, links=links)
+    step = Step(old.captured, old.graph, plan, groups, settings, "")
+    for variant in old.backwards:
+        step.backward_of(*variant)
+    return step
+
+
+def _layout_of(builder: Builder) -> str | Layout:
+    layout = builder.config.layout
+    assert layout is not None
+    return layout
+
+
+def check_sizes(builder: Builder, smallest: int) -> None:
+    """Raises AutoparError where the layout has no form on some number of ranks down to `smallest`: now, not at a failure."""
+    n = builder.mesh.size
+    if smallest < 1:
+        raise AutoparError(
+            f"survive={n - smallest} of {n} processes leaves none",
+            where="autopar.compile, elastic=",
+            fix=f"survive={n - 1} at most, or more processes",
+        )
+    (name,) = builder.groups.axes
+    for fewer in range(n - 1, smallest - 1, -1):
+        try:
+            Layout.of(_layout_of(builder), Mesh.of({name: fewer}))
+        except AutoparError as e:
+            raise AutoparError(
+                f"there is no plan for {fewer} processes: {e.what}", where=e.where or "autopar.compile, elastic=", fix=e.fix
+            ) from e

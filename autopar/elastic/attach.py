@@ -1,0 +1,94 @@
+"""What `autopar.compile(elastic=...)` does besides compiling: it refuses what cannot be survived, and makes this process a member of the run."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from autopar import _torch
+from autopar.elastic.ahead import Ahead
+from autopar.elastic.member import Member
+from autopar.elastic.options import Elastic
+from autopar.errors import AutoparError
+from autopar.planner.layout import Layout
+from autopar.runtime.module import ParallelModule
+
+WHERE = "autopar.compile, elastic="
+
+
+@dataclass
+class Attached:
+    """member: None where there is one process alone, which nothing is left of when it is lost."""
+
+    options: Elastic
+    member: Member | None
+    ahead: Ahead
+
+
+_attached: weakref.WeakKeyDictionary[ParallelModule, Attached] = weakref.WeakKeyDictionary()
+_members: list[Member] = []  # of this process; one at most
+
+
+def refuse(layout: str | Layout | None, inputs: str, has_plan: bool, axes: int, has_stages: bool) -> None:
+    """Raises AutoparError for what is not survived yet, before anything is compiled. axes: of the mesh."""
+    if not sys.platform.startswith("linux"):
+        raise AutoparError(f"elastic= finds connections by /proc, which {sys.platform} does not have", where=WHERE, fix="train on Linux")
+    if has_stages or axes != 1:
+        what = "a pipeline" if has_stages else f"a mesh of {axes} axes"
+        raise AutoparError(
+            f"{what} is not elastic yet: parameters are moved between meshes of one axis",
+            where=WHERE,
+            fix='use a mesh such as {"dp": 8}, or leave elastic= out',
+        )
+    if layout is None or has_plan:
+        raise AutoparError(
+            "plans by the planner are not elastic yet: it does not plan the smaller meshes ahead",
+            where=WHERE,
+            fix='pass layout="fsdp" or layout="ddp"',
+        )
+    splits_tensors = isinstance(layout, Layout) and bool(layout.tensor or layout.context or layout.experts)
+    if splits_tensors or (isinstance(layout, str) and layout not in ("fsdp", "ddp")):
+        raise AutoparError(
+            f"layout {layout.name if isinstance(layout, Layout) else layout!r} splits more than the batch and what is stored, which is not elastic yet",
+            where=WHERE,
+            fix='use layout="fsdp" or layout="ddp", or leave elastic= out',
+        )
+    if inputs != "global":
+        raise AutoparError(
+            'inputs="local" deals data out by rank, and ranks change when one is lost: samples would be seen twice or never',
+            where=WHERE,
+            fix='use inputs="global": every rank passes the same whole batch',
+        )
+
+
+def attach(model: ParallelModule, options: Elastic) -> None:
+    """Collective. Raises AutoparError where a size has no plan, or nobody supervises this process."""
+    ranks = model._builder.groups.ranks
+    n = len(ranks)
+    if n != (dist.get_world_size() if dist.is_initialized() else 1):
+        raise AutoparError(f"the mesh has {n} of {dist.get_world_size()} processes", where=WHERE, fix="make a mesh of all of them")
+    ahead = Ahead(model, max(n - options.survive, 1) if n == 1 else n - options.survive)
+    member = None
+    if n > 1:
+        member = _members[0] if _members else Member(options)
+        _members[:] = [member]
+        ends: list[list[tuple[str, int]]] = [[] for _ in ranks]
+        dist.all_gather_object(ends, _torch.own_endpoints())
+        rank = dist.get_rank()
+        _torch.note_between(end for r, theirs in enumerate(ends) if r != rank for end in theirs)
+    _attached[model] = Attached(options, member, ahead)
+
+
+def attached_to(model: object) -> Attached:
+    """Raises AutoparError where the model was not compiled so."""
+    found = _attached.get(model) if isinstance(model, ParallelModule) else None
+    if found is None:
+        raise AutoparError(
+            f"{type(model).__name__} was not compiled with elastic=",
+            where="autopar.elastic.Session",
+            fix="model = autopar.compile(model, mesh, elastic=autopar.Elastic())",
+        )
+    return found

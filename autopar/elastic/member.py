@@ -1,0 +1,153 @@
+"""A worker's side of the supervisor: it says that it lives, and hears who is left.
+
+Two connections to the supervisor's store: one of the main thread, one of a thread that beats and listens, since a connection answers one question at a time. What the
+thread hears of a new generation it acts on at once: it shuts the old group's connections, so that whoever waits in a collective raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from autopar import _torch
+from autopar.distributed import failures
+from autopar.elastic import words
+from autopar.elastic.options import Elastic
+from autopar.errors import AutoparError, LostRankError
+
+PAUSE_S = 0.005
+ANSWER_S = 20.0  # the store's patience with one question
+
+
+class StoppedError(LostRankError):
+    """The run cannot go on with those that are left."""
+
+
+class SupersededError(RuntimeError):
+    """A newer generation has begun while this one was being made."""
+
+
+class Member:
+    """This process among the members of a run. generation: that it is in; members: of that, by rank."""
+
+    def __init__(self, options: Elastic) -> None:
+        where = os.environ.get(words.STORE)
+        if where is None:
+            raise AutoparError(
+                "elastic= needs a supervisor that tells survivors who is left, and this process has none: torchrun ends all processes when one is lost",
+                where="autopar.compile",
+                fix="start the program with python -m autopar.run --nproc-per-node 4 train.py",
+            )
+        self.options, self.worker = options, int(os.environ[words.WORKER])
+        host, _, port = where.rpartition(":")
+        self.store, self.listens = (self._connect(host, int(port)) for _ in range(2))
+        self.generation, self.members = 0, list(words.read(self.store, words.generation(0)))
+        self.lock = threading.Lock()  # around what must not happen between looking at the generation and acting on it
+        words.write(self.store, words.SETTINGS, [options.silence_s, options.regroup_s])
+        _torch.watch_sockets()
+        failures.when_lost(self.abort)
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._live, name="autopar.elastic", daemon=True)
+        self.thread.start()
+
+    @staticmethod
+    def _connect(host: str, port: int) -> Any:
+        return dist.TCPStore(host, port, None, False, timedelta(seconds=ANSWER_S))
+
+    def _live(self) -> None:
+        pause = min(0.05, self.options.silence_s / 10)
+        beats = 0
+        while not self.ended.wait(pause):
+            try:
+                beats += 1
+                words.write(self.listens, words.beat(self.worker), beats)
+                latest = words.read(self.listens, words.LATEST)
+                stopped = self.listens.check([words.STOPPED])
+            except (RuntimeError, OSError):  # the supervisor is gone: training goes on, and ends with the next loss
+                return
+            with self.lock:
+                if stopped or latest > self.generation:
+                    _torch.shut_sockets()
+
+    @property
+    def rank(self) -> int:
+        return self.members.index(self.worker)
+
+    @property
+    def is_superseded(self) -> bool:
+        return bool(words.read(self.store, words.LATEST) > self.generation) or bool(self.store.check([words.STOPPED]))
+
+    def abort(self) -> None:
+        """A collective failed here: the others shall not wait for this rank."""
+        _torch.shut_sockets()
+        with contextlib.suppress(RuntimeError, OSError):
+            self.store.add(words.failed(self.generation), 1)
+
+    def moves_on(self, patience_s: float) -> bool:
+        """Whether a newer generation begins within so many seconds, which explains an error."""
+        end = time.monotonic() + patience_s
+        while time.monotonic() < end:
+            if self.is_superseded:
+                return True
+            time.sleep(PAUSE_S)
+        return False
+
+    def next(self) -> None:
+        """Goes over to the newest generation, once there is one after this one, and all its members are here; newer ones that begin meanwhile are taken instead.
+
+        Raises StoppedError where the run ends, or goes on without this process."""
+        end = time.monotonic() + self.options.silence_s + self.options.regroup_s + ANSWER_S
+        latest = self.generation
+        while time.monotonic() < end:
+            try:
+                if self.store.check([words.STOPPED]):
+                    raise StoppedError(*_stopped(words.read(self.store, words.STOPPED)))
+                newest = words.read(self.store, words.LATEST)
+                if newest > self.generation and newest != latest:
+                    latest, members = newest, list(words.read(self.store, words.generation(newest)))
+                    if self.worker not in members:
+                        raise StoppedError(
+                            f"the run goes on without this process, worker {self.worker}: it was given up",
+                            fix="see the supervisor's output",
+                        )
+                    self.store.set(words.here(latest, self.worker), "1")
+                if latest > self.generation and self.store.check([words.here(latest, w) for w in members]):
+                    with self.lock:
+                        _torch.leave_groups()
+                        self.generation, self.members = latest, members
+                    return
+            except (RuntimeError, OSError) as e:
+                raise StoppedError(
+                    "a process was lost, and the supervisor, which would say who is left, does not answer",
+                    where=f"worker {self.worker}",
+                    fix="start again, from the last checkpoint",
+                ) from e
+            time.sleep(PAUSE_S)
+        raise StoppedError(
+            "a process was lost, and no new group came about",
+            where=f"worker {self.worker}",
+            fix="see the supervisor's output; start again, from the last checkpoint",
+        )
+
+    def finish(self) -> bool:
+        """Says that this worker is done, and waits for the others; False where a new generation begins instead. Bounded by `regroup_s`."""
+        self.store.set(words.finished(self.worker), "1")
+        end = time.monotonic() + self.options.regroup_s
+        while time.monotonic() < end:
+            if self.store.check([words.finished(w) for w in self.members]):
+                return True
+            if self.is_superseded:
+                self.store.delete_key(words.finished(self.worker))
+                return False
+            time.sleep(PAUSE_S)
+        return True
+
+
+def _stopped(said: list[str]) -> list[str]:
+    return said[:1]

@@ -1,0 +1,165 @@
+"""Survivors on a new group agree on a version and move it to where their layout has it, from owner to owner, each piece straight from one that has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from autopar.elastic.boxes import Spec, elements, moves, offsets, within
+from autopar.elastic.copies import Copies, Holdings
+from autopar.elastic.member import Member, StoppedError
+from autopar.elastic.protocol import Shard, sources, version_to_go_on_from
+from autopar.elastic.state import Alike, Packed, State, dim_of
+from autopar.runtime.module import ParallelModule
+
+LIVE = -1  # the generation of what all ranks have whole
+
+
+@dataclass(frozen=True)
+class Moved:
+    """bytes: that ranks sent each other; least: that no way of doing it could have saved, since those who got them had them nowhere."""
+
+    bytes: int
+    least: int
+
+
+class Recovering(Protocol):
+    """What is asked of a session."""
+
+    model: ParallelModule
+    optimizer: Optimizer
+    state: State
+    member: Member | None
+    holdings: Holdings
+    copies: Copies | None
+    alike: dict[int, Alike]
+    version: int
+    is_live: bool
+
+
+def recover(session: Recovering, was_split: bool) -> Moved:
+    """Model, optimizer and session go back to, or stay at, the version that all go on from. was_split: whether a rank had parts that others did not have. Collective.
+
+    Raises StoppedError, on all ranks, where no version is left whole."""
+    copies = session.copies
+    assert copies is not None
+    if was_split:
+        mine = {shard: packed for shard, packed in session.holdings.all().items() if packed.whole}
+        own = {shard for shard in session.holdings.own if shard in mine}
+    else:
+        live = Shard(session.version, LIVE, 1, 0)
+        mine = {live: session.state.pack(0, 1)} if session.is_live else {}
+        own = set(mine)
+    told = _gathered(copies, (sorted(mine), sorted(own)))
+    held = [shards for shards, _ in told]
+    chosen = version_to_go_on_from(held)
+    if chosen is None:
+        raise StoppedError(_lost(held), where=f"rank {copies.rank} of {copies.ranks}", fix="start again, from the last checkpoint")
+    version, _, ranks = chosen
+    owns = [next((s for s in owned if (s.version, s.generation, s.ranks) == chosen), None) for _, owned in told]
+    specs = _specs(copies, next((p.specs for s, p in mine.items() if (s.version, s.generation, s.ranks) == chosen), None))
+    builder = session.model._builder
+    shapes = {n: tuple(p.shape) for n, p in session.model.named_parameters()}
+    places = {n: builder.placements(n, shape) for n, shape in shapes.items()}
+    dims = {s.name: dim_of(places[s.name.split(" ", 1)[1]]) for s in specs}
+    after = tuple(Spec(s.name, s.shape, s.dtype, s.element_bytes, dims[s.name]) for s in specs)
+    _, length = offsets(after, copies.rank, copies.ranks)
+    new = Packed(after, copies.rank, copies.ranks, torch.empty(length, dtype=torch.uint8))
+    given = {s.rank: p for s, p in mine.items() if (s.version, s.generation, s.ranks) == chosen}
+    moved = _exchange(copies, specs, dims, ranks, given, new, sources(chosen, held, owns), owns)
+    alike = _alike(copies, session.alike.get(version))
+    # Nothing below waits for others: a loss finds the tensors as they were, or all as they are to be.
+    session.state.put(new, places)
+    session.state.put_alike(alike)
+    session.alike[version], session.version, session.is_live = alike, version, True
+    return moved
+
+
+def _exchange(
+    copies: Copies,
+    specs: tuple[Spec, ...],
+    dims: dict[str, int | None],
+    ranks: int,
+    given: dict[int, Packed],
+    new: Packed,
+    source: list[list[int]],
+    owns: list[Shard | None],
+) -> Moved:
+    """Fills `new`. source: by old rank and new one, who gives. One message for each pair of ranks that has anything to move."""
+    views = {r: p.views() for r, p in given.items()}
+    mine, me = new.views(), copies.rank
+    sending: dict[int, list[torch.Tensor]] = {}
+    coming: dict[int, list[tuple[torch.Tensor, int]]] = {}
+    total = 0
+    for old in range(ranks):
+        for to in range(copies.ranks):
+            home = owns[to]
+            by = source[old][to]
+            for m in moves(specs, dims, old, ranks, to, copies.ranks, 0 if home is None else home.rank):
+                length = elements(m.piece) * m.spec.element_bytes
+                total += length if by != to else 0
+                if to == me:
+                    there = mine[m.spec.name][within(m.piece, m.new_box)]
+                    if by == me:
+                        there.copy_(views[old][m.spec.name][within(m.piece, m.old_box)])
+                    else:
+                        coming.setdefault(by, []).append((there, length))
+                elif by == me:
+                    piece = views[old][m.spec.name][within(m.piece, m.old_box)].contiguous()
+                    sending.setdefault(to, []).append(piece.reshape(-1).view(torch.uint8))
+    works: list[Any] = []
+    out = {to: torch.cat(pieces) for to, pieces in sending.items()}
+    into = {by: torch.empty(sum(n for _, n in pieces), dtype=torch.uint8) for by, pieces in coming.items()}
+    works += [dist.irecv(buffer, group=copies.group, group_src=by) for by, buffer in into.items()]
+    works += [dist.isend(buffer, group=copies.group, group_dst=to) for to, buffer in out.items()]
+    for w in works:
+        w.wait()
+    for by, pieces in coming.items():
+        at = 0
+        for there, length in pieces:
+            there.copy_(into[by][at : at + length].clone().view(there.dtype).view(there.shape))
+            at += length
+    return Moved(total, total)
+
+
+def _gathered(copies: Copies, mine: Any) -> list[Any]:
+    out: list[Any] = [mine]
+    if copies.ranks > 1:
+        out = [None] * copies.ranks
+        dist.all_gather_object(out, mine, group=copies.group)
+    return out
+
+
+def _specs(copies: Copies, mine: tuple[Spec, ...] | None) -> tuple[Spec, ...]:
+    """Of the version that is taken: a rank that does not have it is told."""
+    return next(specs for specs in _gathered(copies, mine) if specs is not None)
+
+
+def _alike(copies: Copies, mine: Alike | None) -> Alike:
+    """What all have alike of the version that is taken; the first that has it gives it to those that do not."""
+    have = _gathered(copies, mine is not None)
+    if all(have):
+        assert mine is not None
+        return mine
+    said = [mine]
+    dist.broadcast_object_list(said, group=copies.group, group_src=have.index(True))
+    found = said[0] if mine is None else mine
+    assert found is not None
+    return found
+
+
+def _lost(held: list[list[Shard]]) -> str:
+    """What is missing of the newest version of which there is something."""
+    there = [s for theirs in held for s in theirs]
+    if not there:
+        return "every process that is left was in the midst of a step of the optimizer, and no version of the state is whole"
+    newest = max((s.version, s.generation, s.ranks) for s in there)
+    missing = sorted(set(range(newest[2])) - {s.rank for s in there if (s.version, s.generation, s.ranks) == newest})
+    return (
+        f"more was lost than can be survived at once: of version {newest[0]} nobody has the shard{'s' if len(missing) > 1 else ''} of rank "
+        f"{', '.join(map(str, missing))} of {newest[2]}, neither its owner nor the partner that had a copy"
+    )

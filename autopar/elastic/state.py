@@ -1,0 +1,189 @@
+"""A model and its optimizer as a version of the state: what of it is this rank's alone, packed into one buffer in host memory, and what all ranks have alike."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Placement as DPlacement
+from torch.distributed.tensor import Shard as ShardOf
+from torch.optim import Optimizer
+
+from autopar import _torch
+from autopar.elastic.boxes import Box, Spec, offsets
+from autopar.errors import AutoparError
+from autopar.runtime.module import ParallelModule
+from autopar.tensors.memory_format import laid, order_of
+
+
+class Stateful(Protocol):
+    """A scheduler, a scaler, or whatever else counts along."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Alike:
+    """What all ranks have alike of a version, in copies: buffers, the optimizer's counts and options, random counters, what the user passed besides."""
+
+    buffers: dict[str, torch.Tensor]
+    counts: dict[tuple[str, str], Any]  # (parameter, key) -> what is no sharded tensor of the optimizer's state
+    options: list[dict[str, Any]]
+    random: dict[str, int]
+    others: list[dict[str, Any]]
+
+
+@dataclass
+class Packed:
+    """A rank's part of the sharded tensors of a version. crc: of the buffer; 0 until it is known."""
+
+    specs: tuple[Spec, ...]
+    rank: int
+    ranks: int
+    buffer: torch.Tensor
+    crc: int = 0
+
+    @property
+    def whole(self) -> bool:
+        return crc_of(self.buffer) == self.crc
+
+    def views(self) -> dict[str, torch.Tensor]:
+        """By tensor, the part in the buffer."""
+        at, _ = offsets(self.specs, self.rank, self.ranks)
+        return {s.name: _view(self.buffer, at[s.name], s, s.box(self.rank, self.ranks)) for s in self.specs}
+
+
+def _view(buffer: torch.Tensor, at: int, s: Spec, box: Box) -> torch.Tensor:
+    shape = tuple(n for _, n in box)
+    length = torch.Size(shape).numel() * s.element_bytes
+    return buffer[at : at + length].view(getattr(torch, s.dtype)).view(shape)
+
+
+def crc_of(buffer: torch.Tensor) -> int:
+    data: Any = buffer.numpy()
+    return zlib.crc32(data) if buffer.numel() else 0
+
+
+class State:
+    """What of `model`, `optimizer` and `others` makes a version."""
+
+    def __init__(self, model: ParallelModule, optimizer: Optimizer, others: Sequence[Stateful]) -> None:
+        self.model, self.optimizer, self.others = model, optimizer, list(others)
+        names = {id(p): n for n, p in model.named_parameters()}
+        self.names = {p: names[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in names}
+        strange = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in names]
+        if strange:
+            raise AutoparError(
+                f"the optimizer steps {len(strange)} tensors that are no parameters of the model: they would not outlive a process",
+                where=type(optimizer).__name__,
+                fix="give the session an optimizer of model.parameters() alone",
+            )
+
+    def tensors(self) -> dict[str, tuple[DTensor, str]]:
+        """All that lies on the mesh, by name, each with its parameter's name: parameters, and the optimizer's state of their shape."""
+        out: dict[str, tuple[DTensor, str]] = {}
+        for n, p in self.model.named_parameters():
+            assert isinstance(p, DTensor)
+            out[f"parameter {n}"] = p, n
+        for p, n in self.names.items():
+            for key, value in sorted(self.optimizer.state.get(p, {}).items()):
+                if isinstance(value, DTensor):
+                    if value.shape != p.shape or value.placements != p.placements:
+                        raise AutoparError(
+                            f"the optimizer's state {key!r} does not lie as its parameter does, so it cannot be moved to another number of processes",
+                            where=f"{type(self.optimizer).__name__}, {n}: {list(value.shape)} {value.placements} for {list(p.shape)} {p.placements}",
+                            fix="use an optimizer whose state has the shape of its parameters, such as AdamW, or leave elastic= out",
+                        )
+                    out[f"{key} {n}"] = value, n
+        return out
+
+    def is_split(self) -> bool:
+        """Whether any tensor has parts on other ranks that this one does not have."""
+        return any(not all(isinstance(x, Replicate) for x in p.placements) for p in self.model.parameters() if isinstance(p, DTensor))
+
+    def specs(self) -> tuple[Spec, ...]:
+        return tuple(
+            Spec(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.element_size(), dim_of(t.placements))
+            for name, (t, _) in self.tensors().items()
+        )
+
+    def pack(self, rank: int, ranks: int, into: torch.Tensor | None = None) -> Packed:
+        """Copies this rank's parts into host memory. into: a buffer to use again, where it has the length."""
+        specs = self.specs()
+        _, length = offsets(specs, rank, ranks)
+        if into is None or into.numel() != length:
+            into = torch.zeros(length, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        packed = Packed(specs, rank, ranks, into)
+        views = packed.views()
+        with torch.no_grad():
+            for name, (t, _) in self.tensors().items():
+                views[name].copy_(_torch.local_tensor(t).detach())
+        packed.crc = crc_of(into)
+        return packed
+
+    def alike(self) -> Alike:
+        counts = {
+            (n, key): copied(value)
+            for p, n in self.names.items()
+            for key, value in self.optimizer.state.get(p, {}).items()
+            if not isinstance(value, DTensor)
+        }
+        options = [{k: copied(v) for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        buffers = {n: b.detach().clone() for n, b in self.model.named_buffers()}
+        return Alike(buffers, counts, options, self.model.rng_state(), [copy.deepcopy(o.state_dict()) for o in self.others])
+
+    @torch.no_grad()
+    def put(self, packed: Packed, places: Mapping[str, tuple[DPlacement, ...]]) -> None:
+        """The sharded tensors become what `packed` has, on the mesh that the model is on now. places: of parameters, there. Parameters stay the same objects."""
+        mesh, device = self.model._builder.device_mesh, self.model._builder.device
+        params = dict(self.model.named_parameters())
+        by_name = {n: p for p, n in self.names.items()}
+        moments: dict[str, dict[str, torch.Tensor]] = {}
+        for name, part in packed.views().items():
+            key, n = name.split(" ", 1)
+            p = params[n]
+            order = order_of(p)
+            dtype = part.dtype
+            there = _torch.dtensor(laid(part.to(device=device, dtype=dtype, copy=True), order), mesh, places[n], tuple(p.shape), order)
+            if key == "parameter":
+                p.grad = None
+                _torch.move_parameter(p, there)
+            else:
+                moments.setdefault(n, {})[key] = there
+        for n, p in by_name.items():
+            self.optimizer.state.pop(p, None)
+            if n in moments:
+                self.optimizer.state[p].update(moments[n])
+
+    @torch.no_grad()
+    def put_alike(self, alike: Alike) -> None:
+        """After `put`."""
+        for n, b in self.model.named_buffers():
+            b.copy_(alike.buffers[n])
+        by_name = {n: p for p, n in self.names.items()}
+        for (n, key), value in alike.counts.items():
+            self.optimizer.state[by_name[n]][key] = copied(value)
+        for group, options in zip(self.optimizer.param_groups, alike.options, strict=True):
+            group.update({k: copied(v) for k, v in options.items()})
+        self.model._seed, self.model._calls = alike.random["seed"], alike.random["step"]
+        for other, state in zip(self.others, alike.others, strict=True):
+            other.load_state_dict(copy.deepcopy(state))
+
+
+def copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def dim_of(placements: Sequence[DPlacement]) -> int | None:
+    """The dim that the one axis of the mesh splits."""
+    (p,) = placements
+    if isinstance(p, ShardOf):
+        return p.dim
+    assert isinstance(p, Replicate), p
+    return None

@@ -1,0 +1,219 @@
+"""The supervisor of a run: it starts workers, sees who is gone, and tells those that are left.
+
+It hosts the store that groups are made through, so that no worker's death takes it along. A loss is: a worker whose process has ended otherwise than well, at once; one that has
+given no sign of life for `silence_s`, which is killed; one that is alive and does not come to a new group within `regroup_s` of its announcement, while others
+wait, which is killed too. After each a generation begins: those that are left, in their order, renumbered from 0. A collective that failed without a loss begins one as well, with the same members.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from autopar.elastic import words
+
+POLL_S = 0.01
+SETTLE_S = 0.03  # others may have ended with the first one
+ALARM_S = 0.5  # after a failed collective, for a process to be seen to have ended
+ALARMS = 3  # failures one after the other in which nobody was lost
+LAST_WORDS_S = 10.0  # for workers to end by themselves once the run is stopped
+SILENCE_S, REGROUP_S = 30.0, 60.0  # until the workers say theirs
+
+
+class Process(Protocol):
+    """A worker's process; subprocess.Popen is one."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def kill(self) -> None: ...
+
+
+Start = Callable[[int, Mapping[str, str]], Process]  # (worker, what its environment says more) -> its process
+
+
+@dataclass
+class Supervisor:
+    """start: starts a worker; least: how many must be left; tell: where its own words go. host: where the store listens."""
+
+    start: Start
+    size: int
+    least: int
+    tell: Callable[[str], None]
+    host: str = "127.0.0.1"
+    port: int = 0
+    generation: int = 0
+    members: list[int] = field(default_factory=list)
+    lost: list[tuple[int, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.store: Any = dist.TCPStore(self.host, self.port, None, True, wait_for_workers=False)
+        self.port = self.store.port
+        self.processes: dict[int, Process] = {}
+        self.beats: dict[int, tuple[Any, float]] = {}
+        self.alarmed: float | None = None
+        self.alarms, self.whole_before = 0, 0
+        self.announced = time.monotonic()
+
+    def run(self, limit_s: float | None = None) -> int:
+        """Starts the workers, and returns when all have ended: 0 where all that are left have ended well. limit_s: after which everything is ended, with 1."""
+        self.members = list(range(self.size))
+        self._announce()
+        end = None if limit_s is None else time.monotonic() + limit_s
+        try:
+            for w in self.members:
+                self.processes[w] = self.start(w, self.environment(w))
+            while any(self.processes[w].poll() is None for w in self.members):
+                if end is not None and time.monotonic() > end:
+                    self.tell(f"not done after {limit_s:.0f} s: ended")
+                    return 1
+                if not self._look():
+                    return 1
+                time.sleep(POLL_S)
+            return 0 if self._settled() else 1
+        finally:
+            self._end()
+
+    def environment(self, worker: int) -> dict[str, str]:
+        """As torchrun's, whose store init_process_group() then takes, with the way to this supervisor."""
+        return {
+            "RANK": str(worker), "LOCAL_RANK": str(worker), "WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(self.size),
+            "MASTER_ADDR": self.host, "MASTER_PORT": str(self.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+            words.STORE: f"{self.host}:{self.port}", words.WORKER: str(worker),
+        }  # fmt: skip
+
+    # ---- who is gone ---------------------------------------------------------------------------------------------
+
+    def _look(self) -> bool:
+        """One look at everybody; False where the run cannot go on."""
+        silence_s, regroup_s = words.read(self.store, words.SETTINGS) or (SILENCE_S, REGROUP_S)
+        gone = self._ended()
+        if not gone:
+            gone = self._silent(silence_s)
+        if not gone:
+            gone = self._late(regroup_s)
+        failures = self.store.add(words.failed(self.generation), 0)
+        if gone:
+            time.sleep(SETTLE_S)
+            return self._go_on({**self._ended(), **gone})
+        if failures and self.alarmed is None:
+            self.alarmed = time.monotonic()
+        if failures and self.alarmed is not None and time.monotonic() - self.alarmed > ALARM_S:
+            return self._false_alarm()
+        return True
+
+    def _settled(self) -> bool:
+        """All have ended: whether those that were still members did well."""
+        return not self._ended() and bool(self.members)
+
+    def _done(self, worker: int) -> bool:
+        return bool(self.store.check([words.finished(worker)]))
+
+    def _ended(self) -> dict[int, str]:
+        out = {}
+        for w in self.members:
+            code = self.processes[w].poll()
+            if code is not None and code != 0 and not self._done(w):
+                out[w] = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            elif code == 0 and not self._done(w) and len(self.beats) and any(self.processes[o].poll() is None for o in self.members):
+                out[w] = "ended before it had trained to the end"
+        return out
+
+    def _silent(self, silence_s: float) -> dict[int, str]:
+        out, now = {}, time.monotonic()
+        for w in self.members:
+            if self.processes[w].poll() is not None or self._done(w):
+                continue
+            beat = words.read(self.store, words.beat(w))
+            if beat is None:
+                continue
+            last, heard = self.beats.get(w, (None, now))
+            self.beats[w] = (beat, now if beat != last else heard)
+            if now - self.beats[w][1] > silence_s:
+                self.processes[w].kill()
+                out[w] = f"gave no sign of life for {silence_s:g} s, and was killed"
+        return out
+
+    def _late(self, regroup_s: float) -> dict[int, str]:
+        """Members that have not come to a generation which others wait in."""
+        if not self.generation or time.monotonic() - self.announced <= regroup_s:
+            return {}
+        missing = [w for w in self.members if not self.store.check([words.here(self.generation, w)])]
+        if not missing or len(missing) == len(self.members):
+            return {}
+        for w in missing:
+            self.processes[w].kill()
+        return dict.fromkeys(missing, f"did not come to the new group within {regroup_s:g} s, and was killed")
+
+    # ---- what follows --------------------------------------------------------------------------------------------
+
+    def _go_on(self, gone: Mapping[int, str]) -> bool:
+        for w, why in gone.items():
+            self.tell(f"worker {w} (rank {self.members.index(w)} of {len(self.members)}) is lost: {why}")
+            self.lost.append((w, why))
+        if any(not self.store.check([words.beat(w)]) for w in self.members):
+            return self._stop(
+                "a worker was lost before all had come to autopar.compile(elastic=...), so the others cannot go on without it"
+            )
+        self.members = [w for w in self.members if w not in gone]
+        self.alarms = 0
+        if len(self.members) < self.least:
+            return self._stop(
+                f"{len(self.members)} of {self.size} processes are left, and the run needs {self.least}"
+                + "".join(f"; worker {w} {why}" for w, why in self.lost[-4:])
+            )
+        self.generation += 1
+        self._announce()
+        self.tell(f"generation {self.generation} begins with {len(self.members)} processes: workers {', '.join(map(str, self.members))}")
+        return True
+
+    def _false_alarm(self) -> bool:
+        whole = sum(self.store.add(words.whole(g), 0) for g in range(1, self.generation + 1))
+        self.alarms = self.alarms + 1 if whole == self.whole_before else 1
+        self.whole_before = whole
+        if self.alarms > ALARMS:
+            return self._stop(f"collectives failed {self.alarms} times one after the other, and nobody is missing")
+        self.generation += 1
+        self._announce()
+        self.tell(
+            f"a collective failed and nobody is missing: generation {self.generation} begins with the same {len(self.members)} processes"
+        )
+        return True
+
+    def _announce(self) -> None:
+        self.alarmed, self.announced = None, time.monotonic()
+        words.write(self.store, words.generation(self.generation), self.members)
+        words.write(self.store, words.LATEST, self.generation)
+
+    def _stop(self, why: str) -> bool:
+        self.tell(f"the run ends: {why}")
+        words.write(self.store, words.STOPPED, [why])
+        end = time.monotonic() + (LAST_WORDS_S if self.store.check([words.SETTINGS]) else 0)  # whoever does not listen has nothing to say
+        while time.monotonic() < end and any(p.poll() is None for p in self.processes.values()):
+            time.sleep(POLL_S)
+        return False
+
+    def _end(self) -> None:
+        for p in self.processes.values():
+            if p.poll() is None:
+                p.kill()
+        for p in self.processes.values():
+            if isinstance(p, subprocess.Popen):
+                p.wait()
+
+
+def started(command: Sequence[str]) -> Start:
+    """Workers that are processes of `command`."""
+
+    def start(worker: int, environment: Mapping[str, str]) -> Process:
+        more = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
+        return subprocess.Popen([sys.executable, *command], env={**os.environ, **more, **environment})
+
+    return start

@@ -1,0 +1,103 @@
+"""Training that loses processes, held against plain eager PyTorch on one device that loses none: losses, parameters, buffers, schedule."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.elastic import PHASES, TWICE, Death, Outcome, Task, compare, run
+from tests.wide import cases, wide
+
+NOW = ("forward", "backward", "stepped", "copy")
+
+
+def survived(task: Task) -> Outcome:
+    out = run(task)
+    compare(task, out)
+    return out
+
+
+@pytest.mark.parametrize("phase", cases(PHASES, NOW))
+def test_a_rank_is_killed(phase: str) -> None:
+    """Wherever it is in its step, rank 0, which keeps nothing that others need, included."""
+    out = survived(Task(deaths=(Death(PHASES.index(phase) % 4, 3, phase),)))
+    for done in out.done.values():
+        (r,) = done.recoveries
+        assert r.ranks == 3 and r.version in (2, 3) and r.moved.bytes == r.moved.least
+        assert r.ahead and done.captured == 0, "something was captured or compiled after the failure"
+
+
+@pytest.mark.parametrize("worker", cases(range(4), ()))
+@pytest.mark.parametrize("phase", PHASES)
+def test_any_rank_is_killed_anywhere(phase: str, worker: int) -> None:
+    survived(Task(deaths=(Death(worker, 2, phase),)))
+
+
+test_any_rank_is_killed_anywhere = wide(test_any_rank_is_killed_anywhere)
+
+
+def test_a_rank_stops() -> None:
+    """Its silence is noticed by the supervisor, long before the group's timeout."""
+    out = survived(Task(deaths=(Death(1, 3, "backward", how="stopped"),), silence_s=2.0))
+    assert "gave no sign of life for 2 s" in dict(out.lost)[1]
+    assert 2.0 < out.times["redone"] - out.times["died"] < 20.0
+
+
+@pytest.mark.parametrize("phase", cases(("reduced", "forward", "stepped"), ("reduced",)))
+def test_replicas(phase: str) -> None:
+    """Nothing is copied: whoever is left has everything."""
+    out = survived(Task("ddp", deaths=(Death(0, 3, phase),)))
+    assert all(d.held_bytes == 0 for d in out.done.values())
+
+
+def test_two_at_once() -> None:
+    out = survived(Task(deaths=(Death(1, 3, "reduced"), Death(3, 3, "reduced")), survive=2))
+    assert {len(d.recoveries) for d in out.done.values()} <= {1, 2}
+
+
+@pytest.mark.parametrize("phase", cases(TWICE, ("moved",)))
+def test_another_is_lost_in_the_recovery(phase: str) -> None:
+    """Holdings of the old layout are kept until the copies of the new one are whole."""
+    survived(Task(deaths=(Death(1, 3, "backward"), Death(3, 3, phase, 1)), survive=2))
+
+
+@wide
+def test_one_after_the_other_until_one_is_left() -> None:
+    deaths = (Death(0, 1, "forward"), Death(2, 3, "commit", 1), Death(1, 4, "copy", 2))
+    out = survived(Task(deaths=deaths, survive=3, steps=7))
+    assert [r.ranks for r in out.done[3].recoveries] == [3, 2, 1]
+
+
+@wide
+def test_a_batch_that_does_not_divide() -> None:
+    survived(Task(batch=8, deaths=(Death(2, 2, "forward"),)))
+
+
+@wide
+@pytest.mark.parametrize("layout", ["fsdp", "ddp"])
+def test_inductor_compiles_nothing_at_a_failure(layout: str) -> None:
+    out = survived(Task(layout, backend="inductor", deaths=(Death(1, 3, "backward"),), silence_s=60.0))
+    assert all(d.captured == 0 and d.recoveries[0].ahead for d in out.done.values())
+
+
+@wide
+def test_more_than_was_asked_for() -> None:
+    """Goes on all the same; then a step is captured and compiled, and that is said."""
+    out = survived(Task(deaths=(Death(1, 2, "forward"), Death(3, 4, "forward", 1)), survive=1))
+    assert [r.ahead for r in out.done[0].recoveries] == [True, False]
+
+
+def test_neighbours_at_once_are_not_survived() -> None:
+    """And every survivor says so."""
+    out = run(Task(deaths=(Death(1, 3, "reduced"), Death(2, 3, "reduced")), survive=2))
+    assert out.code == 1 and not out.done
+    assert set(out.errors) == {0, 3}
+    for text in out.errors.values():
+        assert "more was lost than can be survived at once: of version" in text and "nobody has the shard of rank 1 of 4" in text, text
+        assert "start again, from the last checkpoint" in text
+
+
+def test_fewer_than_the_least() -> None:
+    out = run(Task(deaths=(Death(1, 2, "forward"),), least=4))
+    assert out.code == 1 and set(out.errors) == {0, 2, 3}, (out.said, out.errors)
+    for text in out.errors.values():
+        assert "3 of 4 processes are left, and the run needs 4; worker 1 ended by signal 9" in text, text

@@ -1,0 +1,347 @@
+"""Runs of a small training under a supervisor, with processes that die where a test wants them to, beside plain eager PyTorch on one device.
+
+    python -m tests.elastic --seed 1 --kills 20 [--layout fsdp] [--seconds 600]
+
+is a soak: runs with losses at random places until so many were survived.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.elastic import copies as copies_
+from autopar.elastic import session as session_
+from autopar.elastic.session import Session
+from autopar.elastic.supervisor import Supervisor
+from autopar.kernels.random import EagerRandom
+from autopar.runtime.step import Step
+
+PHASES = ("between", "forward", "backward", "reduced", "commit", "committed", "stepped", "copy", "copied")
+TWICE = ("regrouped", "moved")  # phases of a recovery
+
+
+@dataclass(frozen=True)
+class Death:
+    """A worker that ends at a phase of the step after `step` steps, in a generation. how: "killed", or "stopped" (SIGSTOP)."""
+
+    worker: int
+    step: int
+    phase: str
+    generation: int = 0
+    how: str = "killed"
+
+
+@dataclass(frozen=True)
+class Task:
+    layout: str = "fsdp"
+    ranks: int = 4
+    steps: int = 6
+    batch: int = 12
+    deaths: tuple[Death, ...] = ()
+    survive: int = 1
+    silence_s: float = 20.0
+    least: int = 1
+    backend: str = "aot_eager"
+    optimizer: str = "adamw"
+    pause_s: float = 0.0  # of a step, for deaths from outside
+
+
+@dataclass
+class Done:
+    """What a worker that got to the end says. losses: by step; recoveries: as the session has them; compiled: steps that were made at failures."""
+
+    losses: dict[int, float]
+    parameters: dict[str, torch.Tensor]
+    rate: float
+    recoveries: list[Any]
+    held_bytes: int
+    captured: int
+
+
+@dataclass
+class Outcome:
+    code: int
+    lost: list[tuple[int, str]]
+    said: list[str]
+    done: dict[int, Done] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+    times: dict[str, float] = field(default_factory=dict)
+
+
+class Net(nn.Module):
+    """Dropout, sums over the batch that a buffer remembers, sizes that do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b, self.c = nn.Linear(10, 24), nn.BatchNorm1d(24), nn.Linear(24, 22), nn.Linear(22, 5)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        h = self.drop(torch.relu(self.norm(self.a(x))))
+        return {"loss": ((self.c(self.drop(torch.tanh(self.b(h)))) - y) ** 2).mean()}
+
+
+def batches(task: Task) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    g = torch.Generator().manual_seed(7)
+    for _ in range(task.steps):
+        yield torch.randn(task.batch, 10, generator=g, dtype=torch.float64), torch.randn(task.batch, 5, generator=g, dtype=torch.float64)
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def _optimizer(task: Task, model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+    if task.optimizer == "adamw":
+        o: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    else:
+        o = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return o, torch.optim.lr_scheduler.StepLR(o, 2, 0.5)
+
+
+def reference(task: Task) -> Done:
+    """The run that nothing happens to: one process, plain PyTorch."""
+    model = _model()
+    optimizer, scheduler = _optimizer(task, model)
+    losses = {}
+    for i, (x, y) in enumerate(batches(task)):
+        with EagerRandom(0, i):
+            loss = model(x, y)["loss"]
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses[i] = loss.item()
+    tensors = {n: t.detach().clone() for n, t in (*model.named_parameters(), *model.named_buffers())}
+    return Done(losses, tensors, scheduler.get_last_lr()[0], [], 0, 0)
+
+
+# ---- a worker ----------------------------------------------------------------------------------------------------
+
+
+def _die(how: str) -> None:
+    os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+    time.sleep(60)
+
+
+def _wrapped(owner: Any, name: str, before: Callable[[], None], after: Callable[[], None] = lambda: None) -> None:
+    original = getattr(owner, name)
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        before()
+        out = original(*args, **kwargs)
+        after()
+        return out
+
+    setattr(owner, name, wrapper)
+
+
+def _doomed(task: Task, session: Session, told: Any) -> Callable[[str], None]:
+    """What kills this worker where it is to die, at a phase that is told."""
+    assert session.member is not None
+    mine = [d for d in task.deaths if d.worker == session.member.worker]
+
+    def at(phase: str) -> None:
+        assert session.member is not None
+        for d in mine:
+            if (d.phase, d.step, d.generation) == (phase, session.version, session.member.generation):
+                told(("died", time.time()))
+                _die(d.how)
+
+    def half_sent() -> None:
+        if session.version and any(d.phase == "copy" for d in mine):
+            time.sleep(0.1)
+            at("copy")
+
+    _wrapped(Step, "forward", lambda: at("forward"))
+    _wrapped(Step, "backward", lambda: at("backward"))
+    _wrapped(copies_.Copies, "meet", lambda: at("commit"))
+    _wrapped(copies_.Copies, "_send", lambda: None, half_sent)  # its header has gone
+    _wrapped(session_, "recover", lambda: at("regrouped"), lambda: at("moved"))
+    return at
+
+
+def _work(task: Task, told: Any) -> Done:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    elastic = autopar.Elastic(survive=task.survive, silence_s=task.silence_s, regroup_s=20.0)
+    mesh = {"dp": task.ranks}
+    model = autopar.compile(
+        _model(), mesh, layout=task.layout, backend=task.backend, elastic=elastic, optimizer=task.optimizer.replace("sgd", "sgd-momentum")
+    )
+    optimizer, scheduler = _optimizer(task, model)
+    session = autopar.elastic.Session(model, optimizer, scheduler)
+    at = _doomed(task, session, told)
+    optimizer.register_step_pre_hook(lambda *_: at("committed"))
+    optimizer.register_step_post_hook(lambda *_: at("stepped"))
+    losses: dict[int, float] = {}
+    assert session.member is not None
+    for x, y in session.batches(batches(task)):
+        at("between")
+        with session.step() as number:
+            loss = model(x, y)["loss"]
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            at("reduced")
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses[number] = loss.item()
+            time.sleep(task.pause_s)
+            if session.recoveries and session.recoveries[-1].version == number:
+                told(("redone", time.time()))
+        if any(d.phase == "copied" for d in task.deaths):
+            time.sleep(0.1)
+            at("copied")
+    whole = {n: p.full_tensor() if isinstance(p, DTensor) else p.clone() for n, p in (*model.named_parameters(), *model.named_buffers())}
+    return Done(
+        losses,
+        {n: t.detach() for n, t in whole.items()},
+        scheduler.get_last_lr()[0],
+        session.recoveries,
+        session.holdings.bytes(),
+        model.programs.captured,
+    )
+
+
+def _child(environment: Mapping[str, str], task: Task, folder: Path, worker: int) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    code = 0
+
+    def told(x: tuple[str, float]) -> None:
+        with (folder / f"told.{worker}").open("a") as f:
+            f.write(f"{x[0]} {x[1]!r}\n")
+
+    try:
+        said = pickle.dumps(_work(task, told))
+    except BaseException:
+        said, code = pickle.dumps(traceback.format_exc()), 3
+    (folder / f"said.{worker}").write_bytes(said)
+    os._exit(code)
+
+
+class _Process:
+    """A forked worker as the supervisor knows processes."""
+
+    def __init__(self, process: Any) -> None:
+        self.process = process
+
+    @property
+    def pid(self) -> int:
+        return int(self.process.pid)
+
+    def poll(self) -> int | None:
+        code: int | None = self.process.exitcode
+        return code
+
+    def kill(self) -> None:
+        self.process.kill()
+
+
+def run(task: Task, limit_s: float = 120.0) -> Outcome:
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.dist.ready"])
+    said: list[str] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+
+        def start(worker: int, environment: Mapping[str, str]) -> _Process:
+            p = context.Process(target=_child, args=(dict(environment), task, folder, worker), daemon=True)
+            p.start()
+            return _Process(p)
+
+        supervisor = Supervisor(start, task.ranks, task.least, said.append)
+        out = Outcome(supervisor.run(limit_s), supervisor.lost, said)
+        for w in range(task.ranks):
+            if (folder / f"said.{w}").exists():  # a pickle, since survivors have no queue that a killed process might have locked
+                value = pickle.loads((folder / f"said.{w}").read_bytes())
+                (out.errors if isinstance(value, str) else out.done)[w] = value
+            if (folder / f"told.{w}").exists():
+                for line in (folder / f"told.{w}").read_text().splitlines():
+                    what, at = line.split()
+                    out.times[what] = max(out.times.get(what, 0.0), float(at))
+    return out
+
+
+def compare(task: Task, out: Outcome, dead: set[int] | None = None) -> None:
+    """Raises AssertionError where survivors' curve or state is not that of the one process. dead: who is to be lost; default: all that the task says."""
+    dead = {d.worker for d in task.deaths} if dead is None else dead
+    assert out.code == 0 and not out.errors, (out.said, *out.errors.values())
+    assert {w for w, _ in out.lost} == dead and set(out.done) == set(range(task.ranks)) - dead, (out.lost, sorted(out.done), out.said)
+    want = reference(task)
+    for worker, done in out.done.items():
+        assert sorted(done.losses) == list(range(task.steps)), (worker, sorted(done.losses))
+        worst = max(abs(done.losses[i] - want.losses[i]) / abs(want.losses[i]) for i in range(task.steps))
+        assert worst < 1e-11, f"worker {worker}: losses differ by {worst:.1e}"
+        for n, t in want.parameters.items():
+            torch.testing.assert_close(done.parameters[n], t, rtol=1e-9, atol=1e-10, msg=f"worker {worker}, {n}: {{}}".format)
+        assert done.rate == want.rate
+
+
+# ---- the soak ----------------------------------------------------------------------------------------------------
+
+
+def random_task(draw: random.Random, layout: str) -> Task:
+    """A run with one or two losses. Of two at once none is the other's partner; the second of two may be lost while the first is recovered from."""
+    task = Task(layout, steps=8, silence_s=20.0, survive=2, optimizer=draw.choice(["adamw", "sgd"]), batch=draw.choice([12, 12, 8]))
+    phases = [p for p in PHASES if layout != "ddp" or p not in ("copy", "commit")]  # which replicas do not have
+    first = Death(draw.randrange(task.ranks), draw.randrange(1, 7), draw.choice(phases))
+    deaths = [first]
+    if draw.random() < 0.3:
+        other = (first.worker + 2) % task.ranks
+        deaths.append(draw.choice([replace(first, worker=other), Death(other, draw.randrange(first.step + 1, 8), draw.choice(phases), 1)]))
+    return replace(task, deaths=tuple(deaths))
+
+
+def soak(seed: int, kills: int, layouts: Sequence[str], seconds: float) -> int:
+    draw, survived, runs, begun = random.Random(seed), 0, 0, time.monotonic()
+    while survived < kills and time.monotonic() - begun < seconds:
+        task = random_task(draw, layouts[runs % len(layouts)])
+        runs += 1
+        try:
+            # Of two at once the second may be told of the first before it gets to where it is to die.
+            out = run(task)
+            compare(task, out, {w for w, _ in out.lost} | {task.deaths[0].worker})
+        except AssertionError as e:
+            print(f"run {runs}: {task}\n{e}", flush=True)
+            return 1
+        survived += len(out.lost)
+        print(f"run {runs}: {task.layout} {', '.join(f'{d.worker} {d.phase} at {d.step}' for d in task.deaths)}: survived", flush=True)
+    print(f"{survived} losses survived in {runs} runs, {time.monotonic() - begun:.0f} s; every curve is that of one process")
+    return 0 if survived >= kills else 2
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description="Runs with losses at random places, each held against one process.")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--kills", type=int, default=20, help="until so many losses were survived")
+    p.add_argument("--layout", action="append", help="fsdp, ddp; default: both in turn")
+    p.add_argument("--seconds", type=float, default=1200, help="at most")
+    asked = p.parse_args()
+    return soak(asked.seed, asked.kills, asked.layout or ["fsdp", "fsdp", "ddp"], asked.seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

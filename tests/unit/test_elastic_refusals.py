@@ -1,0 +1,168 @@
+"""What elastic training refuses, before it costs anything; and what its supervisor makes of processes that end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import autopar
+from autopar.elastic import words
+from autopar.elastic.attach import refuse
+from autopar.elastic.supervisor import Supervisor, started
+from autopar.errors import AutoparError
+from autopar.planner.layout import Layout
+from autopar.run import main
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_group() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+PLAIN: dict[str, Any] = {"layout": "fsdp", "inputs": "global", "has_plan": False, "axes": 1, "has_stages": False}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"axes": 2}, "a mesh of 2 axes is not elastic yet"),
+        ({"has_stages": True, "axes": 2}, "a pipeline is not elastic yet"),
+        ({"layout": None}, "plans by the planner are not elastic yet"),
+        ({"has_plan": True}, "plans by the planner are not elastic yet"),
+        ({"layout": "tp"}, "layout 'tp' splits more than the batch"),
+        ({"layout": Layout(data=("dp",), tensor=("dp",))}, "splits more than the batch"),
+        ({"inputs": "local"}, "samples would be seen twice or never"),
+    ],
+)
+def test_what_is_not_survived_yet_is_said_at_compile(given: dict[str, Any], said: str) -> None:
+    refuse(**PLAIN)
+    with pytest.raises(AutoparError, match=said) as e:
+        refuse(**{**PLAIN, **given})
+    assert e.value.where == "autopar.compile, elastic=" and e.value.fix
+
+
+@pytest.mark.parametrize("given", [{"survive": 0}, {"survive": True}, {"survive": 1.5}, {"silence_s": 0}, {"regroup_s": -1}])
+def test_options_that_mean_nothing(given: dict[str, Any]) -> None:
+    with pytest.raises(AutoparError, match=next(iter(given))):
+        autopar.Elastic(**given)
+
+
+class Factored(torch.optim.Optimizer):
+    """State that is no tensor like its parameter, as Adafactor's rows are."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["rows"] = p.sum(-1, keepdim=True) if p.dim() > 1 else p.clone()
+
+
+def test_optimizer_state_that_cannot_be_moved() -> None:
+    from autopar.elastic.state import State
+
+    model = autopar.compile(nn.Linear(4, 3), {"dp": 1}, layout="fsdp", backend="aot_eager")
+    optimizer = Factored(model.parameters())
+    state = State(model, optimizer, [])
+    assert [s.name for s in state.specs()] == ["parameter weight", "parameter bias"]
+    optimizer.step()
+    with pytest.raises(AutoparError, match="'rows' does not lie as its parameter does, so it cannot be moved"):
+        state.specs()
+
+
+def test_an_optimizer_of_other_tensors() -> None:
+    from autopar.elastic.state import State
+
+    model = autopar.compile(nn.Linear(4, 3), {"dp": 1}, layout="fsdp", backend="aot_eager")
+    with pytest.raises(AutoparError, match="1 tensors that are no parameters of the model"):
+        State(model, torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(2))], lr=0.1), [])
+
+
+def test_one_process_needs_no_supervisor() -> None:
+    """The loop is the same; there is nobody to go on."""
+    model = autopar.compile(nn.Linear(4, 3), {"dp": 2 - 1}, layout="fsdp", backend="aot_eager", elastic=autopar.Elastic())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = autopar.elastic.Session(model, optimizer)
+    for x in session.batches(torch.ones(3, 2, 4)):
+        with session.step():
+            (model(x) ** 2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert session.version == 3
+    with pytest.raises(AutoparError, match=r"optimizer.step\(\) outside of a step"):
+        optimizer.step()
+    with pytest.raises(AutoparError, match="went on without a step"):
+        list(session.batches(torch.ones(3, 2, 4)))
+
+
+def test_a_model_that_is_not_elastic() -> None:
+    model = autopar.compile(nn.Linear(4, 3), {"dp": 1}, layout="fsdp", backend="aot_eager")
+    with pytest.raises(AutoparError, match="was not compiled with elastic="):
+        autopar.elastic.Session(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+# ---- the supervisor ----------------------------------------------------------------------------------------------
+
+
+def supervised(tmp_path: Path, program: str, n: int = 2, least: int = 1) -> tuple[int, list[str]]:
+    (tmp_path / "program.py").write_text(program)
+    said: list[str] = []
+    return Supervisor(started([str(tmp_path / "program.py")]), n, least, said.append).run(30.0), said
+
+
+def test_workers_that_end_well(tmp_path: Path) -> None:
+    program = "import os\nassert os.environ['WORLD_SIZE'] == '2' and os.environ['RANK'] == os.environ['LOCAL_RANK'] in '01'"
+    assert supervised(tmp_path, program) == (0, [])
+
+
+def test_a_program_that_is_not_elastic_ends_as_a_whole(tmp_path: Path) -> None:
+    code, said = supervised(tmp_path, "import os, time\nif os.environ['RANK'] == '1': raise SystemExit(7)\ntime.sleep(60)")
+    assert code == 1 and said[0] == "worker 1 (rank 1 of 2) is lost: ended with exit code 7"
+    assert said[1].startswith("the run ends: a worker was lost before all had come to autopar.compile(elastic=...)")
+
+
+def test_a_failed_collective_without_a_loss_begins_a_generation_with_the_same_members(tmp_path: Path) -> None:
+    """And not for ever."""
+
+    class Alive:
+        pid = 0
+        ended = False
+
+        def poll(self) -> int | None:
+            return 1 if self.ended else None
+
+        def kill(self) -> None:
+            self.ended = True
+
+    said: list[str] = []
+    s = Supervisor(lambda w, e: Alive(), 2, 1, said.append)
+    s.members, s.processes = [0, 1], {0: Alive(), 1: Alive()}
+    s._announce()
+    generations = []
+    for _ in range(4):
+        s.store.add(words.failed(s.generation), 1)
+        s._look()
+        assert s.alarmed is not None
+        s.alarmed -= 10.0
+        going = s._look()
+        generations.append((s.generation, list(s.members), going))
+    assert generations == [(1, [0, 1], True), (2, [0, 1], True), (3, [0, 1], True), (3, [0, 1], False)]
+    assert "failed 4 times one after the other, and nobody is missing" in said[-1]
+
+
+def test_the_command() -> None:
+    with pytest.raises(AutoparError, match="--min-procs 5 of --nproc-per-node 4"):
+        main(["--nproc-per-node", "4", "--min-procs", "5", "train.py"])
+    told = subprocess.run([sys.executable, "-m", "autopar.run", "--help"], capture_output=True, text=True, check=True).stdout
+    assert "--min-procs" in told
