@@ -70,7 +70,13 @@ def attach(model: ParallelModule, options: Elastic) -> None:
     n = len(ranks)
     if n != (dist.get_world_size() if dist.is_initialized() else 1):
         raise AutoparError(f"the mesh has {n} of {dist.get_world_size()} processes", where=WHERE, fix="make a mesh of all of them")
-    ahead = Ahead(model, max(n - options.survive, 1) if n == 1 else n - options.survive)
+    if any(a.member is not None for a in _attached.values()):
+        raise AutoparError(
+            "there is an elastic model in this process already, and after a loss each would regroup for itself",
+            where=WHERE,
+            fix="compile one module that holds both models, or leave elastic= out",
+        )
+    ahead = Ahead(model, 1 if n == 1 else n - options.survive)
     member = None
     if n > 1:
         member = _members[0] if _members else Member(options)

@@ -42,7 +42,6 @@ class Copies:
         self.to, self.of = partner(rank, ranks), ward(rank, ranks)
         self.works: list[Any] = []
         self.coming: tuple[Shard, Packed, torch.Tensor] | None = None
-        self.sent_bytes = 0
 
     def place_for(self, version: int) -> torch.Tensor | None:
         """The buffer of version - 2, to be written over: that of version - 1 is whole everywhere by now."""
@@ -69,7 +68,6 @@ class Copies:
         for piece in packed.buffer.split(PIECE_BYTES):
             self.works.append(self._send(piece))
         self.coming = Shard(version, self.generation, self.ranks, self.of), coming, told
-        self.sent_bytes += packed.buffer.numel()
 
     def _send(self, t: torch.Tensor) -> Any:
         return dist.isend(t, group=self.group, group_dst=self.to)

@@ -107,7 +107,7 @@ class Member:
         while time.monotonic() < end:
             try:
                 if self.store.check([words.STOPPED]):
-                    raise StoppedError(*_stopped(words.read(self.store, words.STOPPED)))
+                    raise StoppedError(words.read(self.store, words.STOPPED))
                 newest = words.read(self.store, words.LATEST)
                 if newest > self.generation and newest != latest:
                     latest, members = newest, list(words.read(self.store, words.generation(newest)))
@@ -147,7 +147,3 @@ class Member:
                 return False
             time.sleep(PAUSE_S)
         return True
-
-
-def _stopped(said: list[str]) -> list[str]:
-    return said[:1]

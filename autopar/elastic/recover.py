@@ -21,10 +21,9 @@ LIVE = -1  # the generation of what all ranks have whole
 
 @dataclass(frozen=True)
 class Moved:
-    """bytes: that ranks sent each other; least: that no way of doing it could have saved, since those who got them had them nowhere."""
+    """bytes: that ranks sent each other: those that who got them had neither as an owner nor as a partner."""
 
     bytes: int
-    least: int
 
 
 class Recovering(Protocol):
@@ -123,7 +122,7 @@ def _exchange(
         for there, length in pieces:
             there.copy_(into[by][at : at + length].clone().view(there.dtype).view(there.shape))
             at += length
-    return Moved(total, total)
+    return Moved(total)
 
 
 def _gathered(copies: Copies, mine: Any) -> list[Any]:

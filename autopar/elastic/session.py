@@ -233,7 +233,7 @@ class Session:
         ahead = self.ahead.take()
         self.copies = self._new_copies()
         regrouped = time.monotonic()
-        was_split, self.is_split = self.is_split or bool(self.holdings.own), any(_splits(self.model))
+        was_split, self.is_split = self.is_split or bool(self.holdings.own), self.state.is_split()
         moved = recover(self, was_split)
         self.committed = False
         self._publish()
@@ -254,9 +254,3 @@ class Session:
                 f"autopar: {ranks} processes go on from step {r.version}: group {r.regroup_s:.2f} s, state {r.move_s:.2f} s, {moved.bytes:,} bytes moved; {made}",
                 flush=True,
             )
-
-
-def _splits(model: ParallelModule) -> Iterator[bool]:
-    builder = model._builder
-    for n, p in model.named_parameters():
-        yield any(x.is_shard() for x in builder.placements(n, tuple(p.shape)))

@@ -104,8 +104,9 @@ class State:
         return out
 
     def is_split(self) -> bool:
-        """Whether any tensor has parts on other ranks that this one does not have."""
-        return any(not all(isinstance(x, Replicate) for x in p.placements) for p in self.model.parameters() if isinstance(p, DTensor))
+        """Whether, on the mesh that the model is on now, any tensor has parts on other ranks that this one does not have."""
+        placements = self.model._builder.placements
+        return any(x.is_shard() for n, p in self.model.named_parameters() for x in placements(n, tuple(p.shape)))
 
     def specs(self) -> tuple[Spec, ...]:
         return tuple(
@@ -149,8 +150,7 @@ class State:
             key, n = name.split(" ", 1)
             p = params[n]
             order = order_of(p)
-            dtype = part.dtype
-            there = _torch.dtensor(laid(part.to(device=device, dtype=dtype, copy=True), order), mesh, places[n], tuple(p.shape), order)
+            there = _torch.dtensor(laid(part.to(device=device, copy=True), order), mesh, places[n], tuple(p.shape), order)
             if key == "parameter":
                 p.grad = None
                 _torch.move_parameter(p, there)

@@ -194,7 +194,7 @@ class Supervisor:
 
     def _stop(self, why: str) -> bool:
         self.tell(f"the run ends: {why}")
-        words.write(self.store, words.STOPPED, [why])
+        words.write(self.store, words.STOPPED, why)
         end = time.monotonic() + (LAST_WORDS_S if self.store.check([words.SETTINGS]) else 0)  # whoever does not listen has nothing to say
         while time.monotonic() < end and any(p.poll() is None for p in self.processes.values()):
             time.sleep(POLL_S)
