@@ -95,3 +95,38 @@ def _routing(d: Draw) -> list[Line]:
         Line(f"{p}, {i} = ({a} @ {g}).softmax(-1).topk(1, -1)", (p, i)),
         Line(f"{v} = torch.einsum('nk,nko->no', {a}, {w}[{i}[:, 0]]) * {p}", (v,)),
     ]
+
+
+@production("index", 2.5)
+def _by_all_numbers(d: Draw) -> list[Line]:
+    """Lookups, and writes, by all numbers of one dim or more, as of each sample's last token."""
+    a = d.float(lambda t: t.dim() >= 2 and 0 not in t.shape)
+    shape = d.shape(a)
+    n, m = shape[0], shape[1]
+    rows, columns = f"torch.arange({n})", f"torch.arange({m})"
+    one, some = d.indices(m, n), d.indices(m, n, 2)
+    texts = [
+        f"{a}[{rows}, {one}]", f"{a}[{rows}[:, None], {some}]", f"{a}[{rows}.unsqueeze(1), {columns}]", f"{a}[:, {columns}]", f"{a}[{rows}]", f"{a}[{rows}.flip(0)]",
+        f"{a}[{rows}[:, None], {columns}[None, :].expand({n}, {m})] * 2", f"{a}[{rows} % {max(1, n - 1)}, {one}]", f"{a}[{rows}, {one}].unsqueeze(0)",
+        f"{a}.transpose(0, 1)[{one}, {rows}]", f"{a}[torch.arange({n}).view(-1, 1), :][:, 0]", f"{a}.index_select(1, {columns})", f"{a}[torch.arange({n} - 1) + 1]" if n > 1 else f"{a}[{rows}]",
+    ]  # fmt: skip
+    if len(shape) >= 3:
+        k = shape[2]
+        texts += [
+            f"{a}[{rows}, :, {d.indices(k, n)}]",
+            f"{a}[{rows}[:, None], :, torch.arange({k})]",
+            f"{a}[:, {columns}[:, None], torch.arange({k})]",
+            f"{a}[{rows}[:, None, None], {columns}[:, None], {d.indices(k, n, m, 1)}]",
+            f"{a}[..., torch.arange({k})]",
+        ]
+    if d.rng.random() < 0.7:
+        return [bound(d, d.one_of(texts))]
+    v = d.fresh()
+    writes = [
+        f"{v}[{rows}, {one}] = 0.5",
+        f"{v}[{rows}, {one}] = {v}[{rows}, 0] * 2",
+        f"{v}[{rows}[:, None], {some}] = -0.25",
+        f"{v}[:, {columns}] = {a} * 3",
+        f"{v}[{d.input(f'bools({d.seed()}, {d.dims(shape)})')}] = 0.125",
+    ]
+    return [Line(f"{v} = {a}.clone()", (v,)), Line(d.one_of(writes), (), True)]
