@@ -6,6 +6,7 @@ thread hears of a new generation it acts on at once: it shuts the old group's co
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import threading
@@ -55,6 +56,12 @@ class Member:
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._live, name="autopar.elastic", daemon=True)
         self.thread.start()
+        atexit.register(self._rest)
+
+    def _rest(self) -> None:
+        """Ends the thread while Python is still there: one that comes back from the store afterwards would end the process with an abort."""
+        self.ended.set()
+        self.thread.join(ANSWER_S)
 
     @staticmethod
     def _connect(host: str, port: int) -> Any:

@@ -110,8 +110,11 @@ class Supervisor:
         return True
 
     def _settled(self) -> bool:
-        """All have ended: whether those that were still members did well."""
-        return not self._ended() and bool(self.members)
+        """All have ended: whether those that were still members did well, after the training too."""
+        afterwards = {w: code for w in self.members if (code := self.processes[w].poll()) and self._done(w)}
+        for w, code in afterwards.items():
+            self.tell(f"worker {w} had trained to the end, and then ended {_how(code)}")
+        return not self._ended() and not afterwards and bool(self.members)
 
     def _done(self, worker: int) -> bool:
         return bool(self.store.check([words.finished(worker)]))
@@ -121,7 +124,7 @@ class Supervisor:
         for w in self.members:
             code = self.processes[w].poll()
             if code is not None and code != 0 and not self._done(w):
-                out[w] = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+                out[w] = f"ended {_how(code)}"
             elif code == 0 and not self._done(w) and len(self.beats) and any(self.processes[o].poll() is None for o in self.members):
                 out[w] = "ended before it had trained to the end"
         return out
@@ -207,6 +210,10 @@ class Supervisor:
         for p in self.processes.values():
             if isinstance(p, subprocess.Popen):
                 p.wait()
+
+
+def _how(code: int) -> str:
+    return f"by signal {-code}" if code < 0 else f"with exit code {code}"
 
 
 def started(command: Sequence[str]) -> Start:

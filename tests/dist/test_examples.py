@@ -74,6 +74,18 @@ def test_same_losses_as_one_process(script: str, options: list[str], torchrun: C
         assert mine == pytest.approx(one_device, abs=1e-5), f"{mine} instead of {one_device}"
 
 
+@wide
+def test_a_process_is_lost(tmp_path: Path) -> None:
+    expected = one_process("elastic.py", tmp_path)
+    done = python("-m", "autopar.run", "--nproc-per-node", "3", str(ROOT / "examples" / "elastic.py"), "--lose", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ended by signal 9" in done.stdout + done.stderr
+    found = steps(done.stdout)
+    assert [step for step, _ in found] == [step for step, _ in expected]
+    for mine, one_device in zip(found, expected, strict=True):
+        assert mine == pytest.approx(one_device, abs=1e-5), f"{mine} instead of {one_device}"
+
+
 def test_demo(tmp_path: Path) -> None:
     done = python(str(ROOT / "examples" / "demo.py"), *TINY_DEMO, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

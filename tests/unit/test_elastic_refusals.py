@@ -161,6 +161,28 @@ def test_a_failed_collective_without_a_loss_begins_a_generation_with_the_same_me
     assert "failed 4 times one after the other, and nobody is missing" in said[-1]
 
 
+@pytest.mark.parametrize(("code", "how"), [(0, ""), (3, "with exit code 3"), (-6, "by signal 6")])
+def test_what_goes_wrong_after_training_is_told(code: int, how: str) -> None:
+    class Ended:
+        pid = 0
+
+        def __init__(self, code: int) -> None:
+            self.code = code
+
+        def poll(self) -> int | None:
+            return self.code
+
+        def kill(self) -> None:
+            pass
+
+    said: list[str] = []
+    s = Supervisor(lambda w, _: Ended(code if w else 0), 2, 1, said.append)
+    for w in range(2):
+        s.store.set(words.finished(w), "1")
+    assert s.run(30.0) == (1 if code else 0)
+    assert said == ([f"worker 1 had trained to the end, and then ended {how}"] if code else [])
+
+
 def test_the_command() -> None:
     with pytest.raises(AutoparError, match="--min-procs 5 of --nproc-per-node 4"):
         main(["--nproc-per-node", "4", "--min-procs", "5", "train.py"])
