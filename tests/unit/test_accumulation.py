@@ -12,7 +12,7 @@ from autopar.errors import AutoparError
 from autopar.hardware.cluster import Cluster
 from tests.live import LiveBytes
 from tests.models import ZOO
-from tests.wide import cases
+from tests.wide import cases, wide
 
 STATE_BYTES = 8.0  # AdamW's, per parameter; it is not made here
 
@@ -49,6 +49,7 @@ def test_measured(batch: int) -> None:
     assert max(measured) <= 1.001 * predicted
 
 
+@wide
 def test_buffers_are_freed_as_they_are_added_to() -> None:
     """The calls before the last do not hold what is accumulated twice."""
     _, (first, second, last) = peaks(3, 4)

@@ -21,6 +21,7 @@ from autopar.rules import lookup
 from autopar.solver.solve import Limits
 from tests.experts import build
 from tests.unit.test_experts import captured, llama
+from tests.wide import wide
 
 MESH = {"dp": 4, "ep": 2}
 EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
@@ -74,6 +75,7 @@ def test_all_of_one_axis() -> None:
     assert all(p.compute == p.storage for n, p in plan.params.items() if n.endswith(EXPERTS))
 
 
+@wide
 def test_is_a_point_of_the_plans_space() -> None:
     assert planned(None).predicted["step_time_s"] <= planned("fsdp+ep").predicted["step_time_s"] * 1.01
 

@@ -49,6 +49,7 @@ def test_what_costs() -> None:
     assert any(x.startswith("  forward   intra") for x in rest) and "collectives:" in rest
 
 
+@wide
 def test_what_the_plan_does() -> None:
     plan = plan_graph(folded(), MESH, cluster(4), training(), Limits(seconds=120)).plan
     name = next(n for n, c in plan.ops.items() if c.kind == "attention" and plan.targets[n] == "autopar.attention_v1.default")

@@ -102,6 +102,7 @@ def test_small_logits_are_not_planned_twice() -> None:
     assert "loss_head" not in plan.solver and not is_chunked(plan)
 
 
+@wide
 def test_explained_is_the_form_that_is_planned() -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SIZES))

@@ -12,6 +12,7 @@ from autopar.solver.model import Program
 from autopar.solver.problem import Row
 from tests.unit.test_accumulation import test_measured as measured_is_predicted
 from tests.unit.test_program import test_equals_brute_force as equals_brute_force
+from tests.wide import cases, wide
 
 Mutate = Callable[[pytest.MonkeyPatch], None]
 
@@ -71,12 +72,12 @@ CASES: list[tuple[str, Mutate, Callable[[], Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("test", [some_blocks, activations_dominate])
+@pytest.mark.parametrize("test", cases([some_blocks, activations_dominate], [some_blocks]))
 def test_nothing_is_noticed_without_them(test: Callable[[], Any]) -> None:
     test()
 
 
-@pytest.mark.parametrize(("mutate", "test"), [pytest.param(*c[1:], id=c[0]) for c in CASES])
+@pytest.mark.parametrize(("mutate", "test"), [pytest.param(*c[1:], id=c[0], marks=wide if c[2] is activations_dominate else ()) for c in CASES])
 def test_noticed(mutate: Mutate, test: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch)
     with pytest.raises(AssertionError):

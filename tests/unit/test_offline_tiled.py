@@ -77,7 +77,7 @@ def planned(name: str, layers: int, folded: Folded, mesh: str = MESH) -> Plan:
 
 @pytest.mark.parametrize(
     ("name", "layers"),
-    cases([("llama", 6), ("gpt2", 7), ("gemma3", 8), ("mixtral", 6), ("t5", 6), ("deepseek", 9)], [("llama", 6), ("deepseek", 9)]),
+    cases([("llama", 6), ("gpt2", 7), ("gemma3", 8), ("mixtral", 6), ("t5", 6), ("deepseek", 9)], [("llama", 6)]),
 )
 def test_tiled_is_full(name: str, layers: int) -> None:
     tiled, full = programs(name, layers)

@@ -20,6 +20,7 @@ from autopar.plan.plan import Plan
 from autopar.planner.planning import plan_graph
 from autopar.solver.solve import Limits
 from benchmarks.baselines.program import Program, capture_program
+from tests.wide import wide
 
 TOKENS, WIDTH = 32768, 1024
 LAYERS = 2
@@ -65,6 +66,7 @@ def kept_whole(plan: Plan) -> int:
     return sum(p.is_replicate and math.prod(shapes[t]) == TOKENS * WIDTH for t, p in plan.kept.items())
 
 
+@wide
 def test_gathered_again_where_memory_is_short() -> None:
     plenty, short = planned(), planned(0.5)  # no plan takes less than 1.01 of 2.04 GB
     (whole, again) = (program().parts(plan) for plan in (plenty, short))

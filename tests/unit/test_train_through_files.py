@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from tests.wide import wide
 
 LIMIT_MB = (
     390  # beside what the process has when the step is compiled, and what is on its way to a slow disk; the activations alone are 512 MB
@@ -50,6 +51,7 @@ def child(directory: Path, how: str, limit_mb: int) -> subprocess.CompletedProce
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
 
 
+@wide
 def test_trains_through_files(tmp_path: Path) -> None:
     files, memory, plenty = child(tmp_path, "files", LIMIT_MB), child(tmp_path, "memory", LIMIT_MB), child(tmp_path, "memory", 0)
     assert files.returncode == 0, files.stderr
