@@ -15,7 +15,7 @@ def explain(
     operator: Annotated[str, typer.Argument(help="a module's path, a parameter or an operator, or how it ends: mlp.gate_proj")],
     placement: Annotated[str, typer.Argument(help='what mesh axes split: "tp:out", "Shard(1) over tp", "Replicate over dp"')],
     cluster: Devices, batch: Batch, seq: Sequence, mesh: Axes = None, layers: Layers = None, precision: Computed = "bf16",
-    optimizer: Optimizer = "adamw", grad_accumulation: Accumulation = 1, micro_batches: Micro = "1", memory: Memory = None, offload: Offloaded = None, layout: Hand = None,
+    optimizer: Optimizer = "adamw", grad_accumulation: Accumulation = 1, micro_batches: Micro = None, memory: Memory = None, offload: Offloaded = None, layout: Hand = None,
     loss_head: Head = "auto", time_limit: TimeLimit = None, gap: Gap = None, as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Say why the plan does not have an operator or a parameter placed so, or what that would cost."""
@@ -34,7 +34,7 @@ def explain(
         layout,
         time_limit,
         gap,
-        micro_batches=micro_batches,
+        micro_batches=micro_batches or "1",
         loss_head=loss_head,
     )
     found = asked.ask("explain", op=operator, placement=placement)

@@ -15,7 +15,7 @@ from autopar.errors import AutoparError
 
 def frontier(
     model: Model, cluster: Devices, batch: Batch, seq: Sequence, mesh: Axes = None, layers: Layers = None, precision: Computed = "bf16",
-    optimizer: Optimizer = "adamw", grad_accumulation: Accumulation = 1, micro_batches: Micro = "1",
+    optimizer: Optimizer = "adamw", grad_accumulation: Accumulation = 1, micro_batches: Micro = None,
     memory: Annotated[str | None, typer.Option(help="no plan that needs more of a device: 70GB, 64GiB, or bytes; without it any")] = None,
     offload: Offloaded = None,
     layout: Hand = None,
@@ -48,7 +48,7 @@ def frontier(
         layout,
         time_limit,
         gap,
-        micro_batches=micro_batches,
+        micro_batches=micro_batches or "1",
         loss_head=loss_head,
     )
     found = asked.ask("frontier", points=points)

@@ -22,13 +22,14 @@ from autopar.cli.planned import (
     PlanningMemory,
     Step,
     TimeLimit,
+    default_number,
 )
 from autopar.errors import AutoparError
 
 
 def plan(
     model: Model, cluster: Devices, batch: Batch, seq: Sequence, mesh: Axes = None, layers: Layers = None, precision: Computed = "bf16",
-    optimizer: Optimizer = "adamw", grad_accumulation: Accumulation = 1, micro_batches: Micro = "1", memory: Memory = None, offload: Offloaded = None, layout: Hand = None,
+    optimizer: Optimizer = "adamw", grad_accumulation: Accumulation = 1, micro_batches: Micro = None, memory: Memory = None, offload: Offloaded = None, layout: Hand = None,
     loss_head: Head = "auto", time_limit: TimeLimit = None, gap: Gap = None, planning_memory: PlanningMemory = None,
     output: Annotated[str | None, typer.Option("--output", "-o", metavar="FILE", help="write the plan here; - is standard output")] = None,
     as_json: AsJson = False,
@@ -54,7 +55,7 @@ def plan(
         time_limit,
         gap,
         planning_memory,
-        micro_batches,
+        micro_batches or default_number(memory),
         loss_head,
     )
     made = asked.ask("plan")

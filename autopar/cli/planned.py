@@ -17,7 +17,7 @@ from autopar.cli.options import built
 from autopar.cli.screen import Screen
 from autopar.errors import AutoparError, MeshError
 from autopar.planner.axes import mesh_axes, refuse_unfilled
-from autopar.planner.memory import NAMES
+from autopar.planner.memory import LEAST, NAMES
 from autopar.text.sizes import parse_bytes
 from autopar.text.strict_json import short
 
@@ -26,9 +26,11 @@ Layers = Annotated[int | None, typer.Option(min=1, help="plan for only so many o
 Optimizer = Annotated[str, typer.Option(help="whose state memory is planned for: adamw, adamw-fused, adamw8bit, sgd, ...")]
 Accumulation = Annotated[int, typer.Option("--grad-accumulation", min=1, help="micro-batches of a step; --batch is of each")]
 Micro = Annotated[
-    str,
+    str | None,
     typer.Option(
-        "--micro-batches", metavar="M", help="run the batch as so many micro-batches, one after the other; auto: as many as is fastest"
+        "--micro-batches",
+        metavar="M",
+        help="run the batch as so many micro-batches, one after the other; auto: as many as is fastest (the default of plan)",
     ),
 ]
 Memory = Annotated[
@@ -121,6 +123,11 @@ class Step:
                 precision=self.precision, optimizer=self.optimizer, grad_accumulation=self.grad_accumulation, micro_batches=micro, layout=self.layout,
                 memory=budget, offload=self.offload, loss_head=self.loss_head, options=options or None, progress=on_progress, in_subprocess=cli_options.alone and is_worthwhile(), **asked,
             )  # fmt: skip
+
+
+def default_number(memory: str | None) -> str:
+    """Of micro-batches, where none is said. The smallest peak would be that of one sample at a time, whatever that takes."""
+    return "1" if memory == LEAST else "auto"
 
 
 def _number(text: str, plans: bool) -> int | str:

@@ -6,6 +6,7 @@ again and parameters to be spread less, but parameters are gathered m times, and
 faster than what was found:
 
     m x sum over operators of the least that each takes on all devices     (`formulation.lower_bound.least_s`)
+    what no plan of more micro-batches takes less than                     (`more_micro_batches`)
 
 No plan over all that were tried takes less than the least of their bounds.
 """
@@ -82,17 +83,24 @@ def fastest(
     least_s: Callable[[int, T], float],
     planned: Callable[[int, T], Plan],
     is_late: Callable[[], bool] = lambda: False,
+    more_s: Callable[[int], float] = lambda m: 0.0,
+    gap: float = 0.0,
 ) -> tuple[Plan, Tried[T]]:
     """The fastest plan of those for `numbers` of micro-batches, which says what the others take, and of which it is.
 
     task: the program of one micro-batch; least_s: what no plan of it takes less than, of a call; planned: its plan, of the call; is_late: whether no more are tried, of
-    which it is then said that they were not. Raises what planning the first raises where none has a plan: InfeasibleError, or that the program cannot be run so."""
+    which it is then said that they were not; more_s: what no plan of a multiple of so many micro-batches takes less than, once that many are planned; gap: what the best may be slower by,
+    relative, than what is left out. Raises what planning the first raises where none has a plan: InfeasibleError, or that the program cannot be run so."""
     tried: list[Tried[T]] = []
     first: AutoparError | None = None
     for m in numbers:
         best = min(tried, key=lambda t: t.seconds, default=None)
         if best is not None and best.plan is not None and is_late():
             tried.append(Tried(m, None, 0.0, "not tried, for want of time", None))
+            continue
+        bound_s = max((more_s(t.number) for t in tried if t.plan is not None and m % t.number == 0), default=0.0)
+        if best is not None and bound_s >= best.seconds * (1 - gap):
+            tried.append(Tried(m, None, bound_s, f"no less than {format_time(bound_s)}", None))
             continue
         try:
             made = task(m)

@@ -40,6 +40,7 @@ from autopar.planner.loss_head import CHUNKED, PLAIN, Form, better, is_chunked, 
 from autopar.planner.loss_head import checked as checked_form
 from autopar.planner.memory import Memory
 from autopar.planner.micro_batches import AUTO, candidates, checked, fastest, of_the_call
+from autopar.planner.more_micro_batches import bound_of_more
 from autopar.planner.offload import Offload
 from autopar.planner.other_form import instead_of
 from autopar.planner.planning import least_of, plan_graph, within
@@ -107,6 +108,7 @@ def plan(
     """
     on_progress = _Stages(progress)
     captures: Captures = {}
+    more: dict[int, float] = {}  # what no plan of a multiple of so many micro-batches takes less than
     limits = limits_of(options)
     least = Memory.of(memory).least
     number = checked(micro_batches)
@@ -128,6 +130,8 @@ def plan(
         if since is None and not limits.in_proportion:
             since = on_progress.start
         found = plan_graph(t.folded, t.mesh_axes, t.cluster, t.training, limits, on_progress, layout, least, since, other_of(t, says_other))
+        if t is first and number == AUTO:
+            more[m] = m * bound_of_more(found.stages, other_of(t, True))
         training = within(t.training, found.plan) if least else t.training
         known = (found.found,) if len(t.mesh_axes) > WHOLE_AXES else ()  # the frontier does not solve the whole program of so many
         made = of_the_call(_of_the_whole(found.plan, t.folded, model), m)
@@ -151,6 +155,8 @@ def plan(
             lambda m, t: min(least_s(m, f) for f in t.forms),
             planned,
             lambda: time.perf_counter() > late,
+            lambda m: more.get(m, 0.0),
+            limits.gap,
         )
     on_progress.rest()
     return made

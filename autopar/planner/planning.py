@@ -49,11 +49,12 @@ GROUPED_S = 30.0  # for one of them, at most
 
 @dataclass(frozen=True)
 class Planned:
-    """found: what the plan was made of."""
+    """found: what the plan was made of; stages: what solved it."""
 
     plan: Plan
     solution: Solution
     found: Found
+    stages: Stages
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ def plan_graph(
     plan = plan_of(step, done, min(training.budget_bytes, cluster.device.memory_bytes))
     if instead is not None:
         plan = replace(plan, solver={**plan.solver, OTHER_FORM: bound_instead(step.stages, instead)})
-    return Planned(plan, found, done)
+    return Planned(plan, found, done, step.stages)
 
 
 def least_of(graph: Folded, mesh_axes: Mapping[str, int], cluster: Cluster, training: TrainingConfig) -> float:

@@ -56,6 +56,7 @@ from autopar.runtime.config import Config
 from autopar.runtime.forms import Forms, settled
 from autopar.runtime.init import distribute, materialize
 from autopar.runtime.inputs import InputReader
+from autopar.runtime.larger_calls import larger
 from autopar.runtime.pipeline import Seen, Settings, seen
 from autopar.runtime.stages import Pipeline, StagedStep, stage_mesh, staged
 from autopar.runtime.step import Step
@@ -64,7 +65,6 @@ from autopar.solver.problem import NVME
 from autopar.tensors.memory_format import laid, order_of
 from autopar.text.log import log
 from autopar.text.progress import told
-from autopar.text.sizes import format_bytes
 
 
 def no_plan() -> AutoparError:
@@ -395,21 +395,7 @@ class Builder:
         if not planned or now <= max(planned, self.largest):
             return ""
         self.largest = now
-        peak, budget = plan.predicted["peak_memory_bytes"], plan.predicted["budget_bytes"]
-        params = dict(self.model.named_parameters())
-        state = self.training({}, frozenset()).state_bytes
-        held = math.fsum(
-            math.prod(c.storage.local_shape(self.mesh)) * (params[n].element_size() + state * c.trainable)
-            for n, c in plan.params.items()
-            if n in params
-        )
-        wanted = held + max(0.0, peak - held) * now / planned
-        if wanted <= budget:
-            return ""
-        return (
-            f"inputs of {now:,} elements, {now / planned:.1f} times what the plan was made for, take about {format_bytes(wanted)} a device, where {format_bytes(budget)} are "
-            "to be used: call the model with the largest batch first, or say the largest size by torch._dynamo.mark_dynamic(t, dim, max=...), and the plan is made for it"
-        )
+        return larger(plan, planned, now, dict(self.model.named_parameters()), self.mesh, self.training({}, frozenset()).state_bytes)
 
     def training(self, stored: dict[str, torch.dtype], trainable: frozenset[str]) -> TrainingConfig:
         """What a plan depends on besides the program."""

@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +27,7 @@ from autopar.capture.micro_batches import WholeBatch
 from autopar.checkpoint.pretrained import read_pretrained, write_pretrained
 from autopar.distributed.failures import during
 from autopar.distributed.shards import cut
-from autopar.errors import AutoparError, InputError
+from autopar.errors import InputError
 from autopar.passes.stages.separate import owner
 from autopar.plan.plan import Plan
 from autopar.runtime import sharded_output
@@ -39,7 +38,6 @@ from autopar.runtime.calls import autocast_dtype, hashable, signed
 from autopar.runtime.check import FirstStep, asked
 from autopar.runtime.config import Config
 from autopar.runtime.copies import copied
-from autopar.runtime.eager_calls import is_method_of, run_whole
 from autopar.runtime.executor import EvaluationRun, TrainingRun
 from autopar.runtime.gradients import GradSync
 from autopar.runtime.hooks import refuse_unfit_hooks
@@ -51,25 +49,16 @@ from autopar.runtime.programs import FIXED, Counts, Program, Programs
 from autopar.runtime.python_state import PythonState, constants_hold, said
 from autopar.runtime.run import Apply, Run, Tensors, padded_local
 from autopar.runtime.sizes import SizesSeen
-from autopar.runtime.staged_calls import StagedCalls, refuse_away, refusing_away
+from autopar.runtime.staged_calls import StagedCalls, refuse_away
 from autopar.runtime.stages import StagedStep
 from autopar.runtime.step import Step, StepStats
+from autopar.runtime.wrapping import WrappingModule
 from autopar.tensors.memory_format import order_of
 
-StateDict = TypeVar("StateDict", bound=dict[str, torch.Tensor])
 OFTEN = 8  # captures of one kind of call, from which on it is worth a warning
 
 
-class LoadedKeys(Protocol):
-    """What torch says of a state_dict that was loaded."""
-
-    @property
-    def missing_keys(self) -> list[str]: ...
-    @property
-    def unexpected_keys(self) -> list[str]: ...
-
-
-class ParallelModule(nn.Module):
+class ParallelModule(WrappingModule):
     """A model that trains on a mesh as it would on one device. Made by `autopar.compile`."""
 
     # Hugging Face's Trainer: a loss is the mean over all rows already (`autopar.integrations.trainer` has its loss arguments).
@@ -416,51 +405,9 @@ class ParallelModule(nn.Module):
         return self._programs.counts()
 
     @property
-    def _is_accelerate_prepared(self) -> bool:
-        """accelerate asks: this is a distributed model already, which it leaves as it is, and so without the autocast that it would put around forward."""
-        state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
-        wanted = getattr(state, "_shared_state", {}).get("_mixed_precision", "no")
-        if wanted != "no" and not self.__dict__.get("_autocast_is_met"):
-            raise AutoparError(
-                f"accelerate's mixed_precision={wanted!r} would be dropped: a compiled model is left as it is",
-                fix='leave it out and pass precision="bf16" to autopar.compile, or call the model under torch.autocast; autopar.trainer does that for a Trainer',
-            )
-        return True
-
-    @_is_accelerate_prepared.setter
-    def _is_accelerate_prepared(self, prepared: bool) -> None:
-        """It is, whatever they find."""
-
-    @property
     def compiled_steps(self) -> tuple[Step, ...]:
         """One for each kind of call so far; in a pipeline, for each of this rank's stages."""
         return tuple(s for step in self._programs.steps() for s in (step.steps.values() if isinstance(step, StagedStep) else (step,)))
-
-    def train(self, mode: bool = True) -> ParallelModule:
-        super().train(mode)
-        self.__dict__["_wrapped"].training = mode
-        return self
-
-    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """In a pipeline, of this rank's stages alone, once they are known: from the first call on."""
-        away = self._builder.pipeline.away if self._builder.pipeline is not None else ()
-        for name, p in super().named_parameters(prefix, recurse, remove_duplicate):
-            if not away or name.removeprefix(prefix + "." if prefix else "") not in away:
-                yield name, p
-
-    @overload
-    def state_dict(self, *, destination: StateDict, prefix: str = ..., keep_vars: bool = ...) -> StateDict: ...
-
-    @overload
-    def state_dict(self, *, prefix: str = ..., keep_vars: bool = ...) -> dict[str, torch.Tensor]: ...
-
-    def state_dict(self, *args: object, **kwargs: object) -> object:
-        found = self.__dict__["_wrapped"].state_dict(*args, **kwargs)
-        if self._stages is not None:
-            prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-            for name in self._stages.pipeline.away:
-                found.pop(f"{prefix}{name}", None)
-        return found
 
     def save_pretrained(self, folder: str | os.PathLike[str], max_shard_size: int = 5 * 1000**3) -> None:
         """Config and weights in Hugging Face layout; of a peft model its adapters, in peft's. Collective: every rank calls it, rank 0 writes, and holds one file's
@@ -473,48 +420,6 @@ class ParallelModule(nn.Module):
         CheckpointError, before any tensor is touched, where names or shapes do not match."""
         refuse_away(self._builder.pipeline, "load_pretrained")
         read_pretrained(self, self.__dict__["_wrapped"], folder)
-
-    def load_state_dict(self, state_dict: Mapping[str, object], *args: object, **kwargs: object) -> LoadedKeys:
-        if self._stages is not None:
-            mine: LoadedKeys = self._stages.load(self.__dict__["_wrapped"], state_dict, *args, **kwargs)
-            return mine
-        loaded: LoadedKeys = self.__dict__["_wrapped"].load_state_dict(state_dict, *args, **kwargs)
-        return loaded
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """What is not this module's own is the model's: its forward reads it there."""
-        if name == "forward" and "_made" in self.__dict__:
-            raise AutoparError(
-                f"forward is replaced after autopar.compile, by {getattr(value, '__qualname__', type(value).__qualname__)}: the compiled step would not run it",
-                where=type(self.__dict__["_wrapped"]).__name__,
-                fix="replace it first and compile then; for a Trainer that does it, such as TRL's, pass the model uncompiled to autopar.trainer(SFTTrainer, mesh)(...)",
-            )
-        own = "_made" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name)
-        if own or isinstance(value, (nn.Module, nn.Parameter)):
-            super().__setattr__(name, value)
-        else:
-            setattr(self.__dict__["_wrapped"], name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if name in self.__dict__ or name in self._parameters or name in self._modules:
-            super().__delattr__(name)
-        else:
-            delattr(self.__dict__["_wrapped"], name)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            wrapped = self.__dict__["_wrapped"]
-            found = getattr(wrapped, name)
-            if not is_method_of(wrapped, found):
-                return found
-            whole = run_whole(wrapped, found, self._builder.groups, self._reader.mode == "local")
-            return whole if self._stages is None else refusing_away(self._stages.pipeline, name, whole)
-
-    def _get_name(self) -> str:
-        """The model's class: libraries decide by it how a loss is made."""
-        return str(type(self.__dict__["_wrapped"]).__name__)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """A module of its own on the same mesh, by the same plan, with parameters and buffers of its own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,10 +15,15 @@ from autopar.capture.capture import Call, Captured, Shapes, capture, off_cache
 from autopar.capture.micro_batches import WholeBatch, samples_of
 from autopar.capture.samples import MicroBatchError
 from autopar.errors import AutoparError
+from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Plan
 from autopar.plan.schema import dumps, loads
 from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.micro_batches import candidates, fastest
+from autopar.planner.more_micro_batches import bound_of_more
+from autopar.planner.offline import other_of, task
+from autopar.planner.planning import plan_graph
+from autopar.solver.solve import Limits
 from tests.models import ZOO
 from tests.wide import cases
 
@@ -146,6 +152,52 @@ def test_takes_the_fastest() -> None:
     assert made.solver["micro_batches"] == "1: does not fit; 2: 5.000 s; 4: 4.000 s; 8: no less than 4.500 s"
     with pytest.raises(InfeasibleError):
         fastest([1], lambda m: m, lambda m, _: 0.0, plan)
+
+
+def test_leaves_out_what_more_cannot_mend() -> None:
+    """What no multiple of two can take less than is known once two are planned: four are not even captured, and three are."""
+    captured: list[int] = []
+
+    def task(m: int) -> int:
+        captured.append(m)
+        return m
+
+    made, best = fastest(
+        [1, 2, 3, 4], task, lambda m, _: 0.0, lambda m, _: _plan(6.0 - m, 0.1), more_s=lambda m: {1: 0.5, 2: 3.99}.get(m, 0.0), gap=0.01
+    )
+    assert (captured, best.number) == ([1, 2, 3], 3)
+    made, best = fastest(
+        [1, 2, 4], task, lambda m, _: 0.0, lambda m, _: _plan(6.0 - m, 3.98), more_s={1: 0.5, 2: 3.97}.__getitem__, gap=0.01
+    )
+    assert best.number == 2
+    assert made.solver["bound_s"] == 3.97  # of what was left out
+
+
+@pytest.mark.parametrize(
+    ("shape", "memory", "head"),
+    cases(product(["8", "4x2", "2x2x2"], [4e9, 1.5e9], ["plain", "auto"]), [("8", 1.5e9, "auto"), ("4x2", 1.5e9, "plain")]),
+)
+def test_no_plan_of_more_takes_less(shape: str, memory: float, head: str) -> None:
+    """Than the bound that the plan of fewer has for it, whether memory is short or not."""
+    with torch.device("meta"):
+        model = ZOO["llama"].build(4, hidden_size=512, intermediate_size=1536, vocab_size=32000)
+    bounds: dict[int, float] = {}
+    limits = Limits(seconds=10.0, gap=0.02)
+
+    def planned(m: int) -> float:
+        inputs, cluster = {"input_ids": (64, 256), "labels": (64, 256)}, Cluster.of("h100:8")
+        t = task(model, inputs, cluster, shape, None, "bf16", "adamw", 1, memory, None, lambda *_: None, False, m, {}, head)
+        found = plan_graph(t.folded, t.mesh_axes, t.cluster, t.training, limits)
+        bounds[m] = m * bound_of_more(found.stages, other_of(t, True))
+        seconds = [found.plan.predicted["step_time_s"]]
+        if t.other is not None:
+            seconds.append(plan_graph(t.other.folded, t.mesh_axes, t.cluster, t.other.training, limits).plan.predicted["step_time_s"])
+        return m * min(seconds)
+
+    taken = {m: planned(m) for m in (1, 2, 4)}
+    assert 0 < bounds[1] <= taken[1] * (1 + 1e-6)
+    for m, n in ((1, 2), (1, 4), (2, 4)):
+        assert bounds[m] <= taken[n] * (1 + 1e-6)
 
 
 def test_a_plan_says_its_number() -> None:

@@ -39,6 +39,7 @@ from autopar.solver.patterns import layers_of
 from autopar.solver.problem import DEVICE, Key, Problem, Row
 from autopar.solver.watch import check
 
+IN_STEP = "optimizer step"  # the row of what lives while the optimizer steps
 BROUGHT = "b"  # (.., value, direction, 0 or 1): all that is brought elsewhere of a value, by the size that arrives, or that is sent
 
 
@@ -132,10 +133,10 @@ class Rows:
             shared |= {at: (common, mine) for at, mine in zip(group, own, strict=True)}
         in_step = _sum(static, step)
         if not f.is_decided:
-            self.relaxed_rows = [self.row("optimizer step", {}, self.relaxation.row(in_step, False))]
+            self.relaxed_rows = [self.row(IN_STEP, {}, self.relaxation.row(in_step, False))]
             self.relaxed_rows += [*self.relaxed(outside, static, shared, False), *self.relaxed(ends, static, shared, True)]
         found = [self.row(self.name(at), _sum(static, shared[at][0]), shared[at][1]) for at in (*outside, *inside)]
-        return *found, self.row("optimizer step", {}, in_step), *self.of_calls(spans, static)
+        return *found, self.row(IN_STEP, {}, in_step), *self.of_calls(spans, static)
 
     def relaxed(
         self, of: Sequence[At], static: dict[Key, float], shared: Mapping[At, tuple[dict[Key, float], dict[Key, float]]], within: bool

@@ -1,0 +1,59 @@
+"""What no plan of the same batch as more micro-batches takes less than, from the program that the plan of fewer was found with.
+
+As more micro-batches a batch takes no less of anything but memory. By the prices here a kernel, and a collective, of part of the data takes no less than that part of
+the time; parameters are gathered each time; gradients are reduced, and the optimizer steps, as often as before; and where compute hides what is sent, the sum of maxima is no less than the
+maximum of sums. What does get less is what a micro-batch has in memory. So the bound is of the same program with one row of memory left: what the optimizer's step needs
+(parameters, gradients, state), but for the batch itself.
+
+Where that bound is as good as the plan, memory cost it nothing, and more micro-batches need not be tried.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+
+from autopar.planner.formulation.instead import Instead
+from autopar.planner.formulation.lower_bound import lower_bound_problem
+from autopar.planner.formulation.memory_rows import IN_STEP
+from autopar.planner.formulation.names import Names
+from autopar.planner.stages import Stages
+from autopar.solver.frontier import Relaxation
+from autopar.solver.problem import Problem, Row
+
+SECONDS = 10.0  # for one relaxation: what it may save is to plan more micro-batches
+
+
+def bound_of_more(stages: Stages, instead: Instead | None = None) -> float:
+    """Seconds, of as many micro-batches as `stages` planned one of; 0 where its plan was found without a program that says it, or this takes too long.
+
+    instead: the program's other form, which the bound then holds for as well."""
+    graph, began = stages.view().shrunk.graph, time.perf_counter()
+    if stages.bounding is not None:
+        problem, names = stages.bounding
+    elif stages.coarse is not None:
+        f, merged, whole = stages.coarse
+        problem, names = lower_bound_problem(f, merged, whole), f.names
+    else:
+        return 0.0
+    bound_s = math.inf
+    stages.begin("bound of more micro-batches")
+    forms = (problem,) if instead is None else (problem, instead.problem(problem, names, graph))
+    try:
+        for form in forms:
+            found = Relaxation(at_the_step(form, names)).at(stages.training.budget_bytes, replace(stages.left, seconds=SECONDS))
+            bound_s = min(bound_s, math.inf if found is None else found.tangent.at_s)
+    except TimeoutError:
+        bound_s = 0.0
+    stages.on_progress("bound of more micro-batches", time.perf_counter() - began)
+    return bound_s
+
+
+def at_the_step(problem: Problem, names: Names) -> Problem:
+    """`problem` with the memory of the optimizer's step alone, but for the batch."""
+
+    def without_batch(row: Row) -> Row:
+        return replace(row, terms=tuple((key, n) for key, n in row.terms if key[:2] != ("x", names.inputs)))
+
+    return replace(problem, rows=tuple(without_batch(row) for row in problem.rows if row.name == IN_STEP), limits=())
