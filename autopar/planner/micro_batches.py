@@ -24,6 +24,7 @@ from autopar.planner.infeasible import InfeasibleError
 from autopar.text.times import format_time
 
 AUTO = "auto"
+DOES_NOT_FIT = "does not fit"
 T = TypeVar("T")
 
 
@@ -89,7 +90,7 @@ def fastest(
     """The fastest plan of those for `numbers` of micro-batches, which says what the others take, and of which it is.
 
     task: the program of one micro-batch; least_s: what no plan of it takes less than, of a call; planned: its plan, of the call; is_late: whether no more are tried, of
-    which it is then said that they were not; more_s: what no plan of a multiple of so many micro-batches takes less than, once that many are planned; gap: what the best may be slower by,
+    which it is then said that they were not; more_s: what no plan of a multiple of so many micro-batches takes less than, once that many were tried; gap: what the best may be slower by,
     relative, than what is left out. Raises what planning the first raises where none has a plan: InfeasibleError, or that the program cannot be run so."""
     tried: list[Tried[T]] = []
     first: AutoparError | None = None
@@ -98,9 +99,9 @@ def fastest(
         if best is not None and best.plan is not None and is_late():
             tried.append(Tried(m, None, 0.0, "not tried, for want of time", None))
             continue
-        bound_s = max((more_s(t.number) for t in tried if t.plan is not None and m % t.number == 0), default=0.0)
+        bound_s = max((more_s(t.number) for t in tried if m % t.number == 0), default=0.0)
         if best is not None and bound_s >= best.seconds * (1 - gap):
-            tried.append(Tried(m, None, bound_s, f"no less than {format_time(bound_s)}", None))
+            tried.append(Tried(m, None, bound_s, f"no less than {format_time(bound_s)}" if math.isfinite(bound_s) else DOES_NOT_FIT, None))
             continue
         try:
             made = task(m)
@@ -112,7 +113,7 @@ def fastest(
             tried.append(Tried(m, plan, float(plan.solver["bound_s"]), "", made))
         except InfeasibleError as e:
             first = first or e
-            tried.append(Tried(m, None, math.inf, "does not fit", None))
+            tried.append(Tried(m, None, math.inf, DOES_NOT_FIT, None))
         except AutoparError as e:
             first = first or e
             tried.append(Tried(m, None, math.inf, "the program cannot be run so", None))

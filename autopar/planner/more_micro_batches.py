@@ -26,7 +26,7 @@ SECONDS = 10.0  # for one relaxation: what it may save is to plan more micro-bat
 
 
 def bound_of_more(stages: Stages, instead: Instead | None = None) -> float:
-    """Seconds, of as many micro-batches as `stages` planned one of; 0 where its plan was found without a program that says it, or this takes too long.
+    """Seconds, of as many micro-batches as `stages` planned one of; infinite where no number of them fits; 0 where its plan was found without a program that says it, or this takes too long.
 
     instead: the program's other form, which the bound then holds for as well."""
     graph, began = stages.view().shrunk.graph, time.perf_counter()

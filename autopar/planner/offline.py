@@ -47,7 +47,7 @@ from autopar.planner.planning import least_of, plan_graph, within
 from autopar.planner.precision import Precision
 from autopar.planner.refit import modules_of, served
 from autopar.planner.request import limits_of, training_config
-from autopar.planner.stages import WHOLE_AXES
+from autopar.planner.stages import WHOLE_AXES, Stages
 from autopar.planner.storage import batch_size
 from autopar.solver.fold import Folded, fold
 from autopar.solver.solve import Limits
@@ -129,9 +129,14 @@ def plan(
         since = on_progress.start if t is first and (m == 1 or number != AUTO) else None
         if since is None and not limits.in_proportion:
             since = on_progress.start
-        found = plan_graph(t.folded, t.mesh_axes, t.cluster, t.training, limits, on_progress, layout, least, since, other_of(t, says_other))
-        if t is first and number == AUTO:
-            more[m] = m * bound_of_more(found.stages, other_of(t, True))
+
+        def ask_of_more(stages: Stages) -> None:
+            if t is first and number == AUTO:
+                more[m] = m * bound_of_more(stages, other_of(t, True))
+
+        found = plan_graph(
+            t.folded, t.mesh_axes, t.cluster, t.training, limits, on_progress, layout, least, since, other_of(t, says_other), ask_of_more
+        )
         training = within(t.training, found.plan) if least else t.training
         known = (found.found,) if len(t.mesh_axes) > WHOLE_AXES else ()  # the frontier does not solve the whole program of so many
         made = of_the_call(_of_the_whole(found.plan, t.folded, model), m)

@@ -49,12 +49,11 @@ GROUPED_S = 30.0  # for one of them, at most
 
 @dataclass(frozen=True)
 class Planned:
-    """found: what the plan was made of; stages: what solved it."""
+    """found: what the plan was made of."""
 
     plan: Plan
     solution: Solution
     found: Found
-    stages: Stages
 
 
 @dataclass(frozen=True)
@@ -136,6 +135,7 @@ def plan_graph(
     least: bool = False,
     since: float | None = None,
     instead: Instead | None = None,
+    asks: Callable[[Stages], None] | None = None,
 ) -> Planned:
     """The best plan for `graph` on a mesh of `cluster`'s devices, under `training.budget_bytes`.
 
@@ -143,7 +143,7 @@ def plan_graph(
     layout (`autopar.planner.formulation.layouts` says what that leaves to choose). least: not the fastest plan, but that of the smallest peak.
     limits: where they end before there is an answer, axes are merged or a hand layout is taken, which has one soon. since: when planning began
     (`time.perf_counter`), if before this call. instead: the plan says what no plan takes less than with
-    other operators for some (`loss_head.OTHER_FORM`).
+    other operators for some (`loss_head.OTHER_FORM`). asks: what more is asked of the programs that were solved, whether there is a plan or none.
 
     Raises InfeasibleError naming the position of the step that does not fit, by how much, and what would help; LayoutError when the model
     or the mesh does not allow the layout.
@@ -171,6 +171,8 @@ def plan_graph(
             break  # nor would more of them
         step, done = larger, other
     found = done.answer
+    if asks is not None:
+        asks(step.stages)
     if isinstance(found, Infeasible):
         said = binding(step.folded.graph)
         # Are the tags what needs the memory?
@@ -180,7 +182,7 @@ def plan_graph(
     plan = plan_of(step, done, min(training.budget_bytes, cluster.device.memory_bytes))
     if instead is not None:
         plan = replace(plan, solver={**plan.solver, OTHER_FORM: bound_instead(step.stages, instead)})
-    return Planned(plan, found, done, step.stages)
+    return Planned(plan, found, done)
 
 
 def least_of(graph: Folded, mesh_axes: Mapping[str, int], cluster: Cluster, training: TrainingConfig) -> float:

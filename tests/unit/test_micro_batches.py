@@ -23,6 +23,7 @@ from autopar.planner.micro_batches import candidates, fastest
 from autopar.planner.more_micro_batches import bound_of_more
 from autopar.planner.offline import other_of, task
 from autopar.planner.planning import plan_graph
+from autopar.planner.stages import Stages
 from autopar.solver.solve import Limits
 from tests.models import ZOO
 from tests.wide import cases
@@ -175,7 +176,7 @@ def test_leaves_out_what_more_cannot_mend() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "memory", "head"),
-    cases(product(["8", "4x2", "2x2x2"], [4e9, 1.5e9], ["plain", "auto"]), [("8", 1.5e9, "auto"), ("4x2", 1.5e9, "plain")]),
+    cases(product(["8", "4x2", "2x2x2"], [4e9, 1.5e9], ["plain", "auto"]), [("8", 1.5e9, "plain")]),
 )
 def test_no_plan_of_more_takes_less(shape: str, memory: float, head: str) -> None:
     """Than the bound that the plan of fewer has for it, whether memory is short or not."""
@@ -187,15 +188,20 @@ def test_no_plan_of_more_takes_less(shape: str, memory: float, head: str) -> Non
     def planned(m: int) -> float:
         inputs, cluster = {"input_ids": (64, 256), "labels": (64, 256)}, Cluster.of("h100:8")
         t = task(model, inputs, cluster, shape, None, "bf16", "adamw", 1, memory, None, lambda *_: None, False, m, {}, head)
-        found = plan_graph(t.folded, t.mesh_axes, t.cluster, t.training, limits)
-        bounds[m] = m * bound_of_more(found.stages, other_of(t, True))
+
+        def ask(stages: Stages) -> None:
+            bounds[m] = m * bound_of_more(stages, other_of(t, True))
+
+        found = plan_graph(t.folded, t.mesh_axes, t.cluster, t.training, limits, asks=ask)
         seconds = [found.plan.predicted["step_time_s"]]
         if t.other is not None:
             seconds.append(plan_graph(t.other.folded, t.mesh_axes, t.cluster, t.other.training, limits).plan.predicted["step_time_s"])
         return m * min(seconds)
 
     taken = {m: planned(m) for m in (1, 2, 4)}
-    assert 0 < bounds[1] <= taken[1] * (1 + 1e-6)
+    if shape == "8":
+        assert bounds[1] > 0
+    assert bounds[1] <= taken[1] * (1 + 1e-6)
     for m, n in ((1, 2), (1, 4), (2, 4)):
         assert bounds[m] <= taken[n] * (1 + 1e-6)
 

@@ -77,7 +77,9 @@ def test_nothing_is_noticed_without_them(test: Callable[[], Any]) -> None:
     test()
 
 
-@pytest.mark.parametrize(("mutate", "test"), [pytest.param(*c[1:], id=c[0], marks=wide if c[2] is activations_dominate else ()) for c in CASES])
+@pytest.mark.parametrize(
+    ("mutate", "test"), [pytest.param(*c[1:], id=c[0], marks=wide if c[2] is activations_dominate else ()) for c in CASES]
+)
 def test_noticed(mutate: Mutate, test: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch)
     with pytest.raises(AssertionError):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+
 from tests.wide import wide
 
 LIMIT_MB = (
