@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Generic, TypeVar
 
 from autopar.errors import AutoparError
@@ -72,10 +73,15 @@ class Tried(Generic[T]):
     def seconds(self) -> float:
         return math.inf if self.plan is None else self.plan.predicted["step_time_s"]
 
-    def __str__(self) -> str:
-        if self.plan is not None:
-            return f"{self.number}: {format_time(self.seconds)}"
-        return f"{self.number}: {self.why}"
+    @property
+    def said(self) -> str:
+        return self.why if self.plan is None else format_time(self.seconds)
+
+
+def told(tried: Iterable[Tried[T]]) -> str:
+    """ "1: 577.0 ms; 2: 566.7 ms; 4, 8: no less than 566.6 ms"."""
+    alike = groupby(tried, lambda t: (t.plan is None, t.said))
+    return "; ".join(f"{', '.join(str(t.number) for t in same)}: {said}" for (_, said), same in alike)
 
 
 def fastest(
@@ -128,6 +134,6 @@ def fastest(
         **best.plan.solver,
         "bound_s": bound_s,
         "gap": 1 - bound_s / best.seconds if best.seconds else 0.0,
-        "micro_batches": "; ".join(map(str, tried)),
+        "micro_batches": told(tried),
     }
     return replace(best.plan, solver=solver).answering_as(best.plan), best
