@@ -1,7 +1,7 @@
 # Everything a newcomer types. Each target does its own set-up: a virtual environment in .venv, torch's CPU build, this package.
 #   make demo       train on four processes and on one, compare the curves, save, resume on two
 #   make test       lint, types and the tests that keep every promise
-#   make test-all   the wide ones, an hour and more: every model under Inductor, every operator on operands that lie otherwise, longer fuzzing; TURN=2/5 the third of five parts
+#   make test-all   the wide ones, an hour and more: every model under Inductor, every operator on operands that lie otherwise, longer fuzzing; TURN=2/6 the third of six parts
 #   make docs       the documentation as a site, in build/site
 #   make gpu-check  one-GPU smoke test with the torch of GPU_PYTHON; touches no network
 
@@ -22,12 +22,12 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-all lint types unit spmd dist wide docs gpu-check tree clean
+.PHONY: demo test test-all lint types tests unit spmd dist wide docs gpu-check tree clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py $(ARGS)
 
-test: lint types unit spmd dist
+test: lint types tests
 
 test-all: wide
 
@@ -38,12 +38,11 @@ lint: $(INSTALLED)
 types: $(INSTALLED) tree
 	MYPYPATH=$(TREE) $(BIN)/mypy -p autopar $(TEST_HELPERS:%=-m %)
 
-unit spmd: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not wide" tests/$@
+tests: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not wide" tests
 
-# Each of these starts processes of its own; side by side they would only wait for each other's cores.
-dist: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not wide" tests/dist
+unit spmd dist: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not wide" tests/$@
 
 wide: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m wide --turn $(TURN) tests

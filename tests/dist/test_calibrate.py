@@ -22,6 +22,7 @@ from tests.dist.launch import run
 from tests.wide import wide
 
 
+@wide
 def test_this_machine(tmp_path: Path) -> None:
     said: list[str] = []
     found = calibrate(2, 1.0, said.append)
@@ -55,6 +56,7 @@ def _children(pid: int) -> list[int]:
     return [int(p) for t in Path(f"/proc/{pid}/task").iterdir() for p in (t / "children").read_text().split()]
 
 
+@wide
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
 def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "autopar", "calibrate", "-v", "--processes", "2", "--out", "mine.json"]

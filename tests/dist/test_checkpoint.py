@@ -68,6 +68,7 @@ def _resume(folder: str, sizes: tuple[int, ...], layout: str) -> list[float]:
     return _train(model, optimizer, 5)
 
 
+@wide
 def test_resume_on_other_meshes(tmp_path: Path) -> None:
     """Dropout is on: the random counters resume too. Losses agree to the rounding of another order of sums."""
     want = run(_save, 4, str(tmp_path / "c"))[0]

@@ -59,7 +59,7 @@ def one_process(script: str, folder: Path) -> list[list[float]]:
         pytest.param("train_plain.py", ["--layout", "fsdp"], marks=wide),
         pytest.param("train_plain.py", ["--layout", "tp"], marks=wide),
         pytest.param("train_local_inputs.py", [], marks=wide),
-        ("train_local_inputs.py", ["--layout", "fsdp"]),
+        pytest.param("train_local_inputs.py", ["--layout", "fsdp"], marks=wide),
         ("train_lora.py", ["--layout", "fsdp"]),
         ("train_accelerate.py", ["--layout", "fsdp"]),
         pytest.param("train_accelerate.py", [], marks=wide),

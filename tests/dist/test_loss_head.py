@@ -21,6 +21,7 @@ from autopar.planner.loss_head import is_chunked
 from tests.dist.launch import run
 from tests.dist.test_planned import _cluster
 from tests.heads import HEADS
+from tests.wide import cases
 
 BATCH, SEQ, SEED = 8, 16, 3
 
@@ -82,7 +83,7 @@ def trains(name: str, backend: str, path: str) -> tuple[bool, str]:
     return is_chunked(plan), plan.text()
 
 
-@pytest.mark.parametrize(("name", "backend"), [("llama", "aot_eager"), ("gpt2", "inductor")])
+@pytest.mark.parametrize(("name", "backend"), cases([("llama", "aot_eager"), ("gpt2", "inductor")], [("llama", "aot_eager")]))
 def test_trains_as_on_one_device(name: str, backend: str, tmp_path: Path) -> None:
     for chunked, text in run(trains, 2, name, backend, str(tmp_path / "plan.json")):
         assert chunked and "fused: a linear layer under a cross-entropy" in text

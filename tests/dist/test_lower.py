@@ -21,6 +21,7 @@ from autopar.runtime import compile_cache
 from autopar.runtime.compile_cache import CompileOnce
 from tests.dist.launch import run
 from tests.models import ZOO
+from tests.wide import wide
 
 BATCH, SEQ, LAYERS = 4, 8, 4
 
@@ -58,6 +59,7 @@ def _counts(stats: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
     return [(s["hit"], s["miss"], s["bypass"]) for s in stats]
 
 
+@wide
 def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
     """Gradients are checked in both: by what was compiled and by what came out of the cache. GPT-2: dropout, whose counters are operands of the layers."""
     n, sizes = 2, (2,)

@@ -22,7 +22,7 @@ from tests.dist.launch import run
 from tests.dist.test_planned import _cluster
 from tests.dist.trained import trained_beside
 from tests.models import ZOO
-from tests.wide import cases
+from tests.wide import cases, wide
 
 BATCH, SEQ, SEED = 8, 16, 3
 
@@ -87,15 +87,9 @@ def _trained(
 
 
 Case = tuple[str, int | str | None, str | None, bool]
-CASES: list[Case] = [
-    ("llama", 3, "fsdp", False),
-    ("llama", 2, None, True),
-    ("gpt2", 2, "ddp", True),
-    ("mlp", 3, "ddp", False),
-    ("mlp", "auto", None, False),
-    ("masked", 4, "fsdp", True),
-    ("lora", 2, "fsdp", False),
-]
+SOME: list[Case] = [("llama", 3, "fsdp", False), ("mlp", "auto", None, False), ("masked", 4, "fsdp", True)]
+MORE: list[Case] = [("llama", 2, None, True), ("gpt2", 2, "ddp", True), ("mlp", 3, "ddp", False), ("lora", 2, "fsdp", False)]
+CASES = SOME + MORE
 LAYOUTS: list[str | None] = ["fsdp", "ddp", None]
 # A model's numbers of micro-batches and the layouts go round together: each model sees all of both, and each pair some model.
 MORE: list[Case] = [
@@ -112,9 +106,9 @@ def _all(which: list[Case]) -> list[float]:
 BY_MODEL = {name: [c for c in MORE if c[0] == name] for name in dict.fromkeys(c[0] for c in MORE)}
 
 
-@pytest.mark.parametrize("which", cases(["some", *BY_MODEL], ["some"]))
+@pytest.mark.parametrize("which", cases(["some", "more", *BY_MODEL], ["some"]))
 def test_equals_one_device(which: str) -> None:
-    run_cases = CASES if which == "some" else BY_MODEL[which]
+    run_cases = {"some": SOME, "more": MORE}.get(which) or BY_MODEL[which]
     for ranks in run(_all, 2, run_cases):
         assert max(ranks) < 2e-4, list(zip(run_cases, ranks, strict=True))
 
@@ -158,6 +152,7 @@ def _loops() -> None:
         assert torch.allclose(compiled(**batch).logits, reference(**batch).logits, atol=1e-4)
 
 
+@wide
 def test_loops() -> None:
     run(_loops, 2)
 

@@ -26,6 +26,7 @@ from tests.dist.launch import run
 from tests.dist.test_pipelines import BATCH, SEED, built
 from tests.dist.trained import difference
 from tests.models import ZOO
+from tests.wide import wide
 
 
 class Mlp(nn.Module):
@@ -280,6 +281,7 @@ def _hangs() -> str:
     return ""
 
 
+@wide
 def test_a_rank_that_does_not_come_is_said_with_the_action() -> None:
     said = run(_hangs, 2, patience_s=8)
     assert "of micro-batch" in said[0] and "(0B" in said[0], said

@@ -54,6 +54,7 @@ def same(mine: str, one_process: str, rel: float = 1e-5) -> None:
         assert a == pytest.approx(b, abs=rel, rel=rel), f"{a} instead of {b}"
 
 
+@wide
 def test_killed_after_its_save_and_resumed(tmp_path: Path) -> None:
     expected = ran(tmp_path, "train_hf_trainer.py", processes=0)
     options = ["--layout", "fsdp", "--folder", "runs/killed"]
