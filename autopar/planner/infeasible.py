@@ -15,3 +15,7 @@ class InfeasibleError(AutoparError):
     def __init__(self, constraint: str, shortfall_bytes: float, remedy: str, *, where: str = "") -> None:
         self.constraint, self.shortfall_bytes, self.remedy = constraint, shortfall_bytes, remedy
         super().__init__(f"No plan fits: {constraint}; {format_bytes(shortfall_bytes)} too much", where=where, fix=remedy)
+
+    def of_one_micro_batch(self) -> InfeasibleError:
+        """The same, where nobody has tried more of them."""
+        return InfeasibleError(self.constraint, self.shortfall_bytes, f'{self.remedy}; or several micro-batches: micro_batches="auto"')

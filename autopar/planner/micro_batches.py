@@ -97,9 +97,9 @@ def fastest(
 
     task: the program of one micro-batch; least_s: what no plan of it takes less than, of a call; planned: its plan, of the call; is_late: whether no more are tried, of
     which it is then said that they were not; more_s: what no plan of a multiple of so many micro-batches takes less than, once that many were tried; gap: what the best may be slower by,
-    relative, than what is left out. Raises what planning the first raises where none has a plan: InfeasibleError, or that the program cannot be run so."""
+    relative, than what is left out. Raises InfeasibleError where none has a plan, of those that need the least; whatever else planning the first raises, at once."""
     tried: list[Tried[T]] = []
-    first: AutoparError | None = None
+    lacking: InfeasibleError | None = None
     for m in numbers:
         best = min(tried, key=lambda t: t.seconds, default=None)
         if best is not None and best.plan is not None and is_late():
@@ -118,17 +118,18 @@ def fastest(
             plan = planned(m, made)
             tried.append(Tried(m, plan, float(plan.solver["bound_s"]), "", made))
         except InfeasibleError as e:
-            first = first or e
+            if lacking is None or e.shortfall_bytes < lacking.shortfall_bytes:
+                lacking = e if m == 1 else InfeasibleError(f"{e.constraint}, as {m} micro-batches", e.shortfall_bytes, e.remedy)
             tried.append(Tried(m, None, math.inf, DOES_NOT_FIT, None))
-        except AutoparError as e:
-            first = first or e
+        except AutoparError:
+            if m == 1:
+                raise
             tried.append(Tried(m, None, math.inf, "the program cannot be run so", None))
-            if m > 1:
-                break  # nor as more
+            break  # nor as more
     best = min(tried, key=lambda t: t.seconds)
     if best.plan is None:
-        assert first is not None
-        raise first
+        assert lacking is not None
+        raise lacking
     bound_s = min(best.seconds, *(t.bound_s for t in tried)) if len(tried) > 1 else best.bound_s
     solver = {
         **best.plan.solver,

@@ -34,6 +34,7 @@ from autopar.planner.formulation.instead import Instead
 from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.found import Found
 from autopar.planner.frontier import Frontier, frontier_graph
+from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.layout import Layout
 from autopar.planner.loss_head import AUTO as ANY_FORM
 from autopar.planner.loss_head import CHUNKED, PLAIN, Form, better, is_chunked, may_matter
@@ -145,17 +146,21 @@ def plan(
             lambda points: _frontier(t, points, limits, None, layout, known=known),
         )
 
+    batch = batch_size(tuple(Tensor("", shape, "") for shape in shapes_of(inputs))) or 1
     if isinstance(number, int):
-        made = planned(number, tasked(number))
+        t = tasked(number)
+        try:
+            made = planned(number, t)
+        except InfeasibleError as e:
+            raise e.of_one_micro_batch() if 1 == number < batch else e from None
     else:
         if least:
             raise AutoparError(
                 'memory="least" asks for the smallest peak, which more micro-batches make smaller', fix="pass a number of micro_batches"
             )
-        batch = batch_size(tuple(Tensor("", shape, "") for shape in shapes_of(inputs)))
         late = time.perf_counter() + limits.seconds if not limits.in_proportion else math.inf
         made, _ = fastest(
-            candidates(batch or 1),
+            candidates(batch),
             tasked,
             lambda m, t: min(least_s(m, f) for f in t.forms),
             planned,

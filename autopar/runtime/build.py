@@ -42,6 +42,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.schema import canonical, dumps
 from autopar.planner.formulation.overlap_windows import window_of
 from autopar.planner.formulation.training import TrainingConfig
+from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.layout import Layout
 from autopar.planner.loss_head import is_chunked
 from autopar.planner.micro_batches import fastest, of_the_call
@@ -374,7 +375,10 @@ class Builder:
             def make(f: Folded, other: Folded | None) -> Plan:
                 return make_plan(request, self.cluster, f, axes, s, other)
 
-            return dumps(forms.planned(make, lambda f: self._least_s(f, s), request.limits.gap))
+            try:
+                return dumps(forms.planned(make, lambda f: self._least_s(f, s), request.limits.gap))
+            except InfeasibleError as e:
+                raise e.of_one_micro_batch() if self.config.micro_batches is None and self.pipeline is None else e from None
 
         made = Plan.loads(from_first(self.groups, here))
         if request.plan is not None or self.cluster is None:

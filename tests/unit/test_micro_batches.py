@@ -155,6 +155,32 @@ def test_takes_the_fastest() -> None:
         fastest([1], lambda m: m, lambda m, _: 0.0, plan)
 
 
+def test_says_what_is_missing_where_least_is() -> None:
+    def plan(m: int, task: int) -> Plan:
+        raise InfeasibleError("memory in backward", {1: 8.0, 2: 3.0, 4: 5.0}[m], "more")
+
+    with pytest.raises(InfeasibleError, match="memory in backward, as 2 micro-batches; 3 B too much"):
+        fastest([1, 2, 4], lambda m: m, lambda m, _: 0.0, plan)
+    planned: list[int] = []
+
+    def refused(m: int, task: int) -> Plan:
+        planned.append(m)
+        raise AutoparError("no such layout")
+
+    with pytest.raises(AutoparError, match="no such layout"):
+        fastest([1, 2, 4], lambda m: m, lambda m, _: 0.0, refused)
+    assert planned == [1]
+
+
+def test_one_micro_batch_that_does_not_fit_tells_of_more() -> None:
+    with torch.device("meta"):
+        model = ZOO["llama"].build(1)
+    for number, said in ((1, True), ("auto", False)):
+        with pytest.raises(InfeasibleError) as e:
+            autopar.plan(model, {"input_ids": (8, 16), "labels": (8, 16)}, "h100:2", micro_batches=number, memory=1000.0, loss_head="plain")
+        assert ('micro_batches="auto"' in e.value.remedy) == said
+
+
 def test_leaves_out_what_more_cannot_mend() -> None:
     """What no multiple of two can take less than is known once two are planned: four are not even captured, and three are."""
     captured: list[int] = []
