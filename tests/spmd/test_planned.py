@@ -161,7 +161,7 @@ def test_layers_with_different_policies(name: str) -> None:
         planned(name, mesh, 1000.0, layers)
     least = 1000.0 + error.value.shortfall_bytes
     cut = []
-    for share in (0.2, 0.4, 0.6, 0.8):
+    for share in (0.4, 0.7):
         found = planned(name, mesh, least + share * (most - least), layers)
         assert max(found.solution.price.row_bytes) <= least + share * (most - least)
         assert found.solution.gap <= 0.03, "the bound does not know the memory inside of a layer's backward"

@@ -63,9 +63,9 @@ def test_round_trip(plan: Plan) -> None:
 
 def test_what_does_not_fit_is_explained() -> None:
     with pytest.raises(InfeasibleError) as e:
-        planned(memory=1e6)
+        planned(memory=1e6, loss_head="plain")
     assert e.value.shortfall_bytes > 0 and "memory" in e.value.constraint and "a device would do" in e.value.remedy
-    enough = planned(memory=1e6 + e.value.shortfall_bytes * 1.03)
+    enough = planned(memory=1e6 + e.value.shortfall_bytes * 1.03, loss_head="plain")
     assert enough.predicted["peak_memory_bytes"] <= 1e6 + e.value.shortfall_bytes * 1.03
 
 
