@@ -45,9 +45,12 @@ def cut(run: Run, numbers: Sequence[frozenset[int]], last: Sequence[int]) -> Run
     numbers: per operator the layer numbers it shows; last: per operator the position of its last reader.
     """
 
+    read = np.asarray(last)
+
     def cost(start: int) -> tuple[int, int, int, int]:
         shown = {n for ns in numbers[start : start + run.period] for n in ns}
-        crossing = sum(start + run.period <= last[i] < start + 2 * run.period for i in range(start, start + run.period))
+        after = read[start : start + run.period] - start - run.period
+        crossing = int(np.count_nonzero((after >= 0) & (after < run.period)))
         return len(shown), -((run.end - start) // run.period), crossing, start
 
     starts = range(run.start, min(run.start + run.period, run.end - 2 * run.period + 1))

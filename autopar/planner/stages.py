@@ -17,9 +17,8 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from autopar.cost import Cost
 from autopar.graph.mesh import Mesh
 from autopar.hardware.cluster import Cluster
 from autopar.planner.collecting import without_garbage_collection
@@ -28,20 +27,18 @@ from autopar.planner.formulation.layouts import by_role, forbidden
 from autopar.planner.formulation.lower_bound import least_s, lower_bound_problem
 from autopar.planner.formulation.names import Names
 from autopar.planner.formulation.problem import Formulator
-from autopar.planner.formulation.symmetry import SymmetryClasses, symmetry
 from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.found import Found, arcs_of, better, is_recomputed, is_within
 from autopar.planner.layout import Layout
 from autopar.planner.low_memory import low_memory_strategies
 from autopar.planner.merged_axes import axes_said, merged
 from autopar.planner.segments import Segments, at_share, suggested
-from autopar.rules import lookup
+from autopar.planner.views import View, view
 from autopar.rules.grammar import Rule
 from autopar.solver.fold import Folded
 from autopar.solver.frontier import EXACT, Relaxation
 from autopar.solver.problem import Problem
 from autopar.solver.prune import prune
-from autopar.solver.shrink import Shrunk, shrink
 from autopar.solver.solve import Limits, NoAnswer, Solution, explain, least, smallest, solve, solve_relaxed
 from autopar.solver.watch import watching
 from autopar.text.stages import Begun, Note
@@ -71,14 +68,6 @@ class _Far(Exception):
     """No answer of a program is as good as asked for."""
 
 
-@dataclass(frozen=True)
-class _View:
-    shrunk: Shrunk
-    q: SymmetryClasses
-    rules: Mapping[str, Rule]
-    cost: Cost
-
-
 class Stages:
     """One folded step on one mesh. restrict: takes strategies away (a layout). since: when planning began (`time.perf_counter`), if before."""
 
@@ -98,29 +87,18 @@ class Stages:
         self.start = time.perf_counter() if since is None else since
         self.is_started = since is not None
         self.has_answer = self.is_first = False
-        self.uncut: _View | None = None
         # Programs whose relaxations bound all plans: of all axes; what the coarse bound is made of; of what is faster than so many seconds.
         self.bounding: tuple[Problem, Names] | None = None
         self.coarse: tuple[Formulated, Problem, Formulator] | None = None
         self.bounding_faster: tuple[Problem, Names, float] | None = None
 
-    def view(self, segments: Mapping[str, Sequence[int]] | None = None) -> _View:
+    def view(self, segments: Mapping[str, Sequence[int]] | None = None) -> View:
         """Of the graph with its layers cut so; without, the same one each time."""
-        if segments is None:
-            self.uncut = self.uncut or self._view(None)
-            return self.uncut
-        return self._view(segments)
-
-    def _view(self, segments: Mapping[str, Sequence[int]] | None) -> _View:
-        small = shrink(self.folded, segments)
-        rules = {op.name: lookup(op) for op in small.graph.ops}
-        fuses = self.training.fuses
-        cost = Cost.compiled(self.cluster, self.mesh, small.graph, rules) if fuses else Cost(self.cluster, self.mesh)
-        return _View(small, symmetry(small), rules, cost)
+        return view(self.folded, self.mesh, self.cluster, self.training.fuses, segments)
 
     def formulated(
         self,
-        v: _View,
+        v: View,
         mesh: Mesh,
         only: Sequence[int] | None = None,
         room_s: float = math.inf,
@@ -196,7 +174,7 @@ class Stages:
                     return self.by_merging(v, bound_s)
             return self.by_hand(v, bound_s)
 
-    def by_hand(self, v: _View, bound_s: float) -> Found:
+    def by_hand(self, v: View, bound_s: float) -> Found:
         """The best that is FSDP, of what is soon found."""
         self.start = time.perf_counter()
         self.limits = replace(self.limits, seconds=HAND_S, gap=max(self.limits.gap, HAND_GAP))
@@ -214,7 +192,7 @@ class Stages:
     # ---- one program -----------------------------------------------------------------------------------------------
 
     def on(
-        self, v: _View, mesh: Mesh, coarse: bool = False, made: tuple[Formulator, Problem] | None = None, far_s: float = math.inf
+        self, v: View, mesh: Mesh, coarse: bool = False, made: tuple[Formulator, Problem] | None = None, far_s: float = math.inf
     ) -> Found:
         """coarse: an answer will do that is not the best cut of the layers. made: the formulation, if there is one already. Raises _Far where no answer
         takes less than `far_s`."""
@@ -266,7 +244,7 @@ class Stages:
             best = self.cut(mesh, seen.decision.strategies, bound_s, best, False)
         return bound_s, best
 
-    def tight(self, v: _View, mesh: Mesh, f: Formulator, problem: Problem, bound_s: float, best: Found | None) -> Found:
+    def tight(self, v: View, mesh: Mesh, f: Formulator, problem: Problem, bound_s: float, best: Found | None) -> Found:
         """Strategies chosen under all rows, as if layers shared their policies; then the layers cut at these strategies."""
         try:
             answer = solve(problem, self.left, progress=self.on_progress)
@@ -282,9 +260,7 @@ class Stages:
                 best = Found(mesh, problem, f.names, v.shrunk, v.rules, mine, f.formulated())
         return best or self.with_low_memory_strategies(v, mesh, f, problem, bound_s, None)
 
-    def with_low_memory_strategies(
-        self, v: _View, mesh: Mesh, f: Formulator, problem: Problem, bound_s: float, best: Found | None
-    ) -> Found:
+    def with_low_memory_strategies(self, v: View, mesh: Mesh, f: Formulator, problem: Problem, bound_s: float, best: Found | None) -> Found:
         """At the strategies that need the least memory: an answer, or by how much the budget is short."""
         relaxation = Relaxation(problem.relaxed)
 
@@ -380,7 +356,7 @@ class Stages:
 
     # ---- many axes -------------------------------------------------------------------------------------------------
 
-    def by_merging(self, v: _View, bound_s: float = -1.0) -> Found:
+    def by_merging(self, v: View, bound_s: float = -1.0) -> Found:
         """bound_s: what is known of the whole already."""
         coarse_bound_s = bound = -1.0
         best: Found | None = None
@@ -436,7 +412,7 @@ class Stages:
             best = replace(best, answer=replace(best.answer, stopped_by="time" if self.is_late else "axes"))
         return best
 
-    def coarse_bound(self, v: _View, f: Formulator, problem: Problem) -> float:
+    def coarse_bound(self, v: View, f: Formulator, problem: Problem) -> float:
         """A bound of the whole. f, problem: of its mesh with axes merged."""
         if self.until - time.perf_counter() < SOON_S:
             return least_s(v.shrunk, v.rules, v.cost)
@@ -452,7 +428,7 @@ class Stages:
         self.on_progress("bound", time.perf_counter() - began)
         return bound_s
 
-    def pruned(self, v: _View, best: Found, bound_s: float, coarse_bound_s: float) -> Found:
+    def pruned(self, v: View, best: Found, bound_s: float, coarse_bound_s: float) -> Found:
         """The whole program without what no answer better than `best` has: a better answer or a better bound, where time allows.
 
         coarse_bound_s: a bound that counts neither redistributions nor what strategies take more than the fastest (`autopar.planner.formulation.lower_bound`)."""

@@ -111,11 +111,14 @@ class Chains:
         self.runs = {run.op.name: run for run in self._runs()}  # in the order of forward
         for run in self.runs.values():
             run.readers = tuple(r for r in run.readers if r in self.runs)
+        most = GROUPED if life.program.q.together > 1 else EVENTS if life.program.q.stacks else UNFOLDED
         for steps in STEPS:
             self.events = Events()
             for run in reversed(self.runs.values()):
                 self._when(run, steps)
-            if len(self.events.known) <= (GROUPED if life.program.q.together > 1 else EVENTS if life.program.q.stacks else UNFOLDED):
+                if len(self.events.known) > most and steps != STEPS[-1]:
+                    break
+            else:
                 break
         self.at: dict[int, list[Run]] = defaultdict(list)  # position of backward -> what may run for it
         for run in self.runs.values():
