@@ -12,7 +12,7 @@ import torch.utils._python_dispatch
 import torch.utils._pytree
 from torch import fx
 
-from autopar._torch.nodes import get_attribute
+from autopar._torch.nodes import get_attribute, value_of
 
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 
@@ -36,12 +36,25 @@ def open_regions(gm: fx.GraphModule, numbers: Iterator[int], region: int | None)
         for user in list(node.users):
             if user.target is torch.ops.higher_order.tag_activation_checkpoint:
                 inner = next(numbers) if region is None else region
-                user.target, user.args, user.kwargs = _run_region, (node, inner, *user.args[1:]), {}
+                user.target, user.args, user.kwargs = _run_region, (node, inner, _changed_later(user), *user.args[1:]), {}
         open_regions(body, numbers, inner)
     gm.recompile()
 
 
-def _run_region(body: fx.GraphModule, region: int, *args: Any) -> Any:
+def _storage(value: Any) -> int | None:
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def _changed_later(call: fx.Node) -> tuple[bool, ...]:
+    """Which results of a region something changes in place, but for those that are its arguments. What the region's own backward reads of them would be changed too,
+    where a checkpoint makes it again."""
+    given = {_storage(value_of(a)) for a in call.args if isinstance(a, fx.Node)}
+    results = torch.utils._pytree.tree_leaves(value_of(call))
+    return tuple(isinstance(v, torch.Tensor) and v._version > 0 and _storage(v) not in given for v in results)
+
+
+def _run_region(body: fx.GraphModule, region: int, changed: tuple[bool, ...], *args: Any) -> Any:
+    """changed: results that are changed later, of which a copy is."""
     from torch.fx import traceback
     from torch.utils.checkpoint import CheckpointPolicy
 
@@ -53,7 +66,9 @@ def _run_region(body: fx.GraphModule, region: int, *args: Any) -> Any:
     for n in body.graph.nodes:  # what these nodes are traced into inherits the two
         n.meta |= {"ac_graph_id": region, "recompute": tag}
     with traceback.preserve_node_meta(), around:
-        return fx.Interpreter(body).run(*args)
+        results = fx.Interpreter(body).run(*args)
+    leaves, spec = torch.utils._pytree.tree_flatten(results)
+    return torch.utils._pytree.tree_unflatten([r.clone() if c else r for r, c in zip(leaves, changed, strict=True)], spec)
 
 
 class _Asking(TorchDispatchMode):
