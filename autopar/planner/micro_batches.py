@@ -119,7 +119,8 @@ def fastest(
             tried.append(Tried(m, plan, float(plan.solver["bound_s"]), "", made))
         except InfeasibleError as e:
             if lacking is None or e.shortfall_bytes < lacking.shortfall_bytes:
-                lacking = e if m == 1 else InfeasibleError(f"{e.constraint}, as {m} micro-batches", e.shortfall_bytes, e.remedy)
+                said = f"{e.constraint}, as {m} micro-batches"
+                lacking = e if m == 1 else InfeasibleError(said, e.shortfall_bytes, e.remedy, splits_poorly=e.splits_poorly)
             tried.append(Tried(m, None, math.inf, DOES_NOT_FIT, None))
         except AutoparError:
             if m == 1:
