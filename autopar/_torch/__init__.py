@@ -67,7 +67,7 @@ from autopar._torch.record import recorded
 from autopar._torch.regions import TorchDispatchMode, leave_region, region_of
 from autopar._torch.regroup import join_group, leave_groups, placeholder_group
 from autopar._torch.sockets import note_between, own_endpoints, shut_sockets, watch_sockets
-from autopar._torch.subclass import memory_of, plainly, without_memory
+from autopar._torch.subclass import plainly, without_memory
 from autopar._torch.symbols import SymbolicValues, Symbols, concrete, expressions, fill_sizes, number, symbolic
 
 __all__ = [
@@ -124,7 +124,6 @@ __all__ = [
     "line_of",
     "local_tensor",
     "marks_of",
-    "memory_of",
     "move_parameter",
     "new_fake_mode",
     "new_group",

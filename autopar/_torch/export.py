@@ -16,6 +16,7 @@ import torch.utils._pytree
 from torch import fx, nn
 
 from autopar._torch.effects import Notes, draws_of_numpy, noting
+from autopar._torch.fakes import storage_of
 from autopar._torch.language import no_idle_work, whole_language
 from autopar._torch.nodes import line_of, value_of
 from autopar._torch.regions import open_regions
@@ -103,14 +104,14 @@ def _separate_outputs(gm: fx.GraphModule) -> None:
             detached.meta["example_value"] = value_of(n).detach()
             output.replace_input_with(n, detached)
     results = [n for n in pytree.tree_leaves(output.args) if isinstance(n, fx.Node)]
-    wanting = {v.untyped_storage()._cdata for n in results if isinstance(v := value_of(n), torch.Tensor) and v.requires_grad}
+    wanting = {storage_of(v) for n in results if isinstance(v := value_of(n), torch.Tensor) and v.requires_grad}
     for n in gm.graph.nodes:
         if n.op in ("placeholder", "get_attr") and isinstance(v := value_of(n), torch.Tensor):
-            known.add(v.untyped_storage()._cdata)
+            known.add(storage_of(v))
 
     def own(n: Any) -> Any:
         v = value_of(n) if isinstance(n, fx.Node) else None
-        if not isinstance(v, torch.Tensor) or (key := v.untyped_storage()._cdata) not in wanting:
+        if not isinstance(v, torch.Tensor) or (key := storage_of(v)) not in wanting:
             return n
         if key not in known and v.requires_grad:
             known.add(key)

@@ -12,6 +12,7 @@ import torch.utils._python_dispatch
 import torch.utils._pytree
 from torch import fx
 
+from autopar._torch.fakes import storage_of
 from autopar._torch.nodes import get_attribute, value_of
 
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
@@ -36,25 +37,22 @@ def open_regions(gm: fx.GraphModule, numbers: Iterator[int], region: int | None)
         for user in list(node.users):
             if user.target is torch.ops.higher_order.tag_activation_checkpoint:
                 inner = next(numbers) if region is None else region
-                user.target, user.args, user.kwargs = _run_region, (node, inner, _changed_later(user), *user.args[1:]), {}
+                user.target, user.args, user.kwargs = _run_region, (node, inner, _changed_in_place(user), *user.args[1:]), {}
         open_regions(body, numbers, inner)
     gm.recompile()
 
 
-def _storage(value: Any) -> int | None:
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
-
-
-def _changed_later(call: fx.Node) -> tuple[bool, ...]:
-    """Which results of a region something changes in place, but for those that are its arguments. What the region's own backward reads of them would be changed too,
-    where a checkpoint makes it again."""
-    given = {_storage(value_of(a)) for a in call.args if isinstance(a, fx.Node)}
+def _changed_in_place(call: fx.Node) -> tuple[bool, ...]:
+    """Which results of a region are changed in place, but for those that are its arguments. What the region's own backward reads of them would be changed too, where a
+    checkpoint makes it again. (Their versions count what the region itself did in place as well, so such a result is copied without need.)"""
+    arguments = [value_of(a) for a in call.args if isinstance(a, fx.Node)]
+    given = {storage_of(v) for v in arguments if isinstance(v, torch.Tensor)}
     results = torch.utils._pytree.tree_leaves(value_of(call))
-    return tuple(isinstance(v, torch.Tensor) and v._version > 0 and _storage(v) not in given for v in results)
+    return tuple(isinstance(v, torch.Tensor) and v._version > 0 and storage_of(v) not in given for v in results)
 
 
 def _run_region(body: fx.GraphModule, region: int, changed: tuple[bool, ...], *args: Any) -> Any:
-    """changed: results that are changed later, of which a copy is."""
+    """changed: of which results a copy is given."""
     from torch.fx import traceback
     from torch.utils.checkpoint import CheckpointPolicy
 

@@ -15,8 +15,3 @@ def without_memory(cls: type[torch.Tensor], shape: tuple[int, ...], like: torch.
 def plainly() -> Any:
     """A context in which operations do not ask `__torch_function__` of tensors' classes."""
     return torch._C.DisableTorchFunctionSubclass()
-
-
-def memory_of(t: torch.Tensor) -> int:
-    """The same for tensors that share memory."""
-    return int(t.untyped_storage()._cdata)

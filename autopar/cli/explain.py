@@ -34,7 +34,7 @@ def explain(
         layout,
         time_limit,
         gap,
-        micro_batches=micro_batches or "1",
+        micro_batches=micro_batches,
         loss_head=loss_head,
     )
     found = asked.ask("explain", op=operator, placement=placement)

@@ -48,7 +48,7 @@ def frontier(
         layout,
         time_limit,
         gap,
-        micro_batches=micro_batches or "1",
+        micro_batches=micro_batches,
         loss_head=loss_head,
     )
     found = asked.ask("frontier", points=points)

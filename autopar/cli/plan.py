@@ -22,7 +22,6 @@ from autopar.cli.planned import (
     PlanningMemory,
     Step,
     TimeLimit,
-    default_number,
 )
 from autopar.errors import AutoparError
 
@@ -55,7 +54,7 @@ def plan(
         time_limit,
         gap,
         planning_memory,
-        micro_batches or default_number(memory),
+        micro_batches,
         loss_head,
     )
     made = asked.ask("plan")

@@ -30,7 +30,7 @@ Micro = Annotated[
     typer.Option(
         "--micro-batches",
         metavar="M",
-        help="run the batch as so many micro-batches, one after the other; auto: as many as is fastest (the default of plan)",
+        help="run the batch as so many micro-batches, one after the other; auto: as many as is fastest. By default auto for plan, else 1",
     ),
 ]
 Memory = Annotated[
@@ -78,7 +78,7 @@ class Step:
     time_limit: float | None
     gap: float | None
     planning_memory: str | None = None
-    micro_batches: str = "1"
+    micro_batches: str | None = None
     loss_head: str = "plain"
 
     def check(self, mesh: str | dict[str, int] | None) -> None:
@@ -99,10 +99,14 @@ class Step:
         if self.layout is not None:
             Layout.of(self.layout, Mesh.of(axes))
 
+    def default_number(self, verb: str) -> str:
+        """Of micro-batches, where none is said. The smallest peak would be that of one sample at a time, whatever that takes."""
+        return "auto" if verb == "plan" and self.memory != LEAST else "1"
+
     def ask(self, verb: str, **asked: str | int) -> Any:
         """What `verb` of `autopar.planner.offline` (plan, explain, frontier) answers, with progress. What needs no model is checked before one is built."""
         budget = self.memory if self.memory is None or self.memory in NAMES else parse_bytes(self.memory, "--memory")
-        micro = _number(self.micro_batches, verb == "plan")
+        micro = _number(self.micro_batches or self.default_number(verb), verb == "plan")
         own_memory = None if self.planning_memory is None else parse_bytes(self.planning_memory, "--planning-memory")
         shape = None if self.mesh is None else _mesh(self.mesh)
         self.check(shape)
@@ -123,11 +127,6 @@ class Step:
                 precision=self.precision, optimizer=self.optimizer, grad_accumulation=self.grad_accumulation, micro_batches=micro, layout=self.layout,
                 memory=budget, offload=self.offload, loss_head=self.loss_head, options=options or None, progress=on_progress, in_subprocess=cli_options.alone and is_worthwhile(), **asked,
             )  # fmt: skip
-
-
-def default_number(memory: str | None) -> str:
-    """Of micro-batches, where none is said. The smallest peak would be that of one sample at a time, whatever that takes."""
-    return "1" if memory == LEAST else "auto"
 
 
 def _number(text: str, plans: bool) -> int | str:

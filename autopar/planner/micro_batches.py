@@ -25,7 +25,6 @@ from autopar.planner.infeasible import InfeasibleError
 from autopar.text.times import format_time
 
 AUTO = "auto"
-DOES_NOT_FIT = "does not fit"
 T = TypeVar("T")
 
 
@@ -69,6 +68,11 @@ class Tried(Generic[T]):
     why: str
     made: T | None
 
+    @staticmethod
+    def left_out(number: int, bound_s: float) -> Tried[T]:
+        """Not planned, or with no plan, since none takes less than `bound_s`."""
+        return Tried(number, None, bound_s, f"no less than {format_time(bound_s)}" if math.isfinite(bound_s) else "does not fit", None)
+
     @property
     def seconds(self) -> float:
         return math.inf if self.plan is None else self.plan.predicted["step_time_s"]
@@ -107,21 +111,21 @@ def fastest(
             continue
         bound_s = max((more_s(t.number) for t in tried if m % t.number == 0), default=0.0)
         if best is not None and bound_s >= best.seconds * (1 - gap):
-            tried.append(Tried(m, None, bound_s, f"no less than {format_time(bound_s)}" if math.isfinite(bound_s) else DOES_NOT_FIT, None))
+            tried.append(Tried.left_out(m, bound_s))
             continue
         try:
             made = task(m)
             bound_s = least_s(m, made)
             if best is not None and bound_s >= best.seconds:
-                tried.append(Tried(m, None, bound_s, f"no less than {format_time(bound_s)}", None))
+                tried.append(Tried.left_out(m, bound_s))
                 continue
             plan = planned(m, made)
             tried.append(Tried(m, plan, float(plan.solver["bound_s"]), "", made))
         except InfeasibleError as e:
             if lacking is None or e.shortfall_bytes < lacking.shortfall_bytes:
                 said = f"{e.constraint}, as {m} micro-batches"
-                lacking = e if m == 1 else InfeasibleError(said, e.shortfall_bytes, e.remedy, splits_poorly=e.splits_poorly)
-            tried.append(Tried(m, None, math.inf, DOES_NOT_FIT, None))
+                lacking = e if m == 1 else InfeasibleError(said, e.shortfall_bytes, e.remedy, may_be_parted=e.may_be_parted)
+            tried.append(Tried.left_out(m, math.inf))
         except AutoparError:
             if m == 1:
                 raise

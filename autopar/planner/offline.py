@@ -131,12 +131,24 @@ def plan(
         if since is None and not limits.in_proportion:
             since = on_progress.start
 
+        instead = other_of(t)
+
         def ask_of_more(stages: Stages) -> None:
             if t is first and number == AUTO:
-                more[m] = m * bound_of_more(stages, other_of(t, True))
+                more[m] = m * bound_of_more(stages, instead)
 
         found = plan_graph(
-            t.folded, t.mesh_axes, t.cluster, t.training, limits, on_progress, layout, least, since, other_of(t, says_other), ask_of_more
+            t.folded,
+            t.mesh_axes,
+            t.cluster,
+            t.training,
+            limits,
+            on_progress,
+            layout,
+            least,
+            since,
+            instead if says_other else None,
+            ask_of_more,
         )
         training = within(t.training, found.plan) if least else t.training
         known = (found.found,) if len(t.mesh_axes) > WHOLE_AXES else ()  # the frontier does not solve the whole program of so many
@@ -146,18 +158,18 @@ def plan(
             lambda points: _frontier(t, points, limits, None, layout, known=known),
         )
 
-    batch = batch_size(tuple(Tensor("", shape, "") for shape in shapes_of(inputs))) or 1
     if isinstance(number, int):
         t = tasked(number)
         try:
             made = planned(number, t)
         except InfeasibleError as e:
-            raise e.of_one_micro_batch() if 1 == number < batch else e from None
+            raise e.of_one_micro_batch() if number == 1 else e from None
     else:
         if least:
             raise AutoparError(
                 'memory="least" asks for the smallest peak, which more micro-batches make smaller', fix="pass a number of micro_batches"
             )
+        batch = batch_size(tuple(Tensor("", shape, "") for shape in shapes_of(inputs))) or 1
         late = time.perf_counter() + limits.seconds if not limits.in_proportion else math.inf
         made, _ = fastest(
             candidates(batch),
@@ -249,7 +261,7 @@ def explain(
 
     def planned(t: Task, says_other: bool) -> Plan:
         return plan_graph(
-            t.folded, t.mesh_axes, t.cluster, t.training, limits, on_progress, layout, least, None, other_of(t, says_other)
+            t.folded, t.mesh_axes, t.cluster, t.training, limits, on_progress, layout, least, None, other_of(t) if says_other else None
         ).plan
 
     def least_s(t: Task) -> float:
@@ -266,9 +278,9 @@ def explain(
     return found
 
 
-def other_of(t: Task, says_other: bool) -> Instead | None:
-    """What the other form has in place of some of `t`'s operators, where a plan is to say what that takes at least."""
-    return instead_of(t.folded, t.other.folded, t.mesh_axes, t.cluster, t.training) if says_other and t.other is not None else None
+def other_of(t: Task) -> Instead | None:
+    """What the other form, if there is one, has in place of some of `t`'s operators."""
+    return None if t.other is None else instead_of(t.folded, t.other.folded, t.mesh_axes, t.cluster, t.training)
 
 
 class _Stages:

@@ -212,7 +212,7 @@ def does_not_fit(found: Infeasible, step: Step, tags: str = "") -> InfeasibleErr
         constraint=f"memory, {found.position}" + (f", with {tags}" if tags else "") + (f"; {poorly}" if poorly else ""),
         shortfall_bytes=int(found.shortfall_bytes),
         remedy=("fewer tags, which need the more memory: " if tags else "") + remedy,
-        splits_poorly=bool(poorly),
+        may_be_parted=not poorly and (batch or 1) > 1,
     )
 
 

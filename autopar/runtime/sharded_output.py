@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from autopar._torch import memory_of, plainly, pytree, without_memory
+from autopar._torch import plainly, pytree, storage_of, without_memory
 from autopar.errors import AutoparError
 from autopar.runtime import rows as moved
 from autopar.runtime.by_rows import NotByRows, by_rows
@@ -178,10 +178,10 @@ def _in_place(func: Any, written: ShardedOutput, args: Any, kwargs: Any) -> Any:
 
 def _settle_shared(name: str, found: Any, args: Any, kwargs: Any) -> None:
     """What was handed out may be written: then what it is memory of has to see that."""
-    memory = {memory_of(t) for t in pytree.tree_leaves(found) if type(t) in (torch.Tensor, torch.nn.Parameter)}
+    memory = {storage_of(t) for t in pytree.tree_leaves(found) if type(t) in (torch.Tensor, torch.nn.Parameter)}
     for x in pytree.tree_leaves((args, kwargs)):
         is_whole = isinstance(x, ShardedOutput) and not x._settled and x._whole is not None
-        if is_whole and (name in _MEMORY or memory_of(x._whole) in memory):
+        if is_whole and (name in _MEMORY or storage_of(x._whole) in memory):
             x.settle()
 
 

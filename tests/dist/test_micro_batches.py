@@ -87,9 +87,9 @@ def _trained(
 
 
 Case = tuple[str, int | str | None, str | None, bool]
-SOME: list[Case] = [("llama", 3, "fsdp", False), ("mlp", "auto", None, False), ("masked", 4, "fsdp", True)]
-MORE: list[Case] = [("llama", 2, None, True), ("gpt2", 2, "ddp", True), ("mlp", 3, "ddp", False), ("lora", 2, "fsdp", False)]
-CASES = SOME + MORE
+FIRST: list[Case] = [("llama", 3, "fsdp", False), ("mlp", "auto", None, False), ("masked", 4, "fsdp", True)]
+NEXT: list[Case] = [("llama", 2, None, True), ("gpt2", 2, "ddp", True), ("mlp", 3, "ddp", False), ("lora", 2, "fsdp", False)]
+CASES = FIRST + NEXT
 LAYOUTS: list[str | None] = ["fsdp", "ddp", None]
 # A model's numbers of micro-batches and the layouts go round together: each model sees all of both, and each pair some model.
 MORE: list[Case] = [
@@ -106,9 +106,9 @@ def _all(which: list[Case]) -> list[float]:
 BY_MODEL = {name: [c for c in MORE if c[0] == name] for name in dict.fromkeys(c[0] for c in MORE)}
 
 
-@pytest.mark.parametrize("which", cases(["some", "more", *BY_MODEL], ["some"]))
+@pytest.mark.parametrize("which", cases(["first", "next", *BY_MODEL], ["first"]))
 def test_equals_one_device(which: str) -> None:
-    run_cases = {"some": SOME, "more": MORE}.get(which) or BY_MODEL[which]
+    run_cases = {"first": FIRST, "next": NEXT, **BY_MODEL}[which]
     for ranks in run(_all, 2, run_cases):
         assert max(ranks) < 2e-4, list(zip(run_cases, ranks, strict=True))
 

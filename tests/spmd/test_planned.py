@@ -151,8 +151,11 @@ def test_little_memory(name: str) -> None:
     check(name, mesh, tight)
 
 
-@pytest.mark.parametrize("name", cases(["llama", "gpt2"], ["llama"]))
-def test_layers_with_different_policies(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "shares"),
+    cases([("llama", (0.4, 0.7)), ("llama", (0.2, 0.6, 0.8)), ("gpt2", (0.2, 0.4, 0.6, 0.8))], [("llama", (0.4, 0.7))]),
+)
+def test_layers_with_different_policies(name: str, shares: tuple[float, ...]) -> None:
     """Between plenty and the least memory: some layers keep what others make again, and the numbers are those of one device."""
     mesh, layers = {"dp": 4}, 8
     free = planned(name, mesh, layers=layers)
@@ -161,7 +164,7 @@ def test_layers_with_different_policies(name: str) -> None:
         planned(name, mesh, 1000.0, layers)
     least = 1000.0 + error.value.shortfall_bytes
     cut = []
-    for share in (0.4, 0.7):
+    for share in shares:
         found = planned(name, mesh, least + share * (most - least), layers)
         assert max(found.solution.price.row_bytes) <= least + share * (most - least)
         assert found.solution.gap <= 0.03, "the bound does not know the memory inside of a layer's backward"

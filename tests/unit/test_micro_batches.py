@@ -216,7 +216,7 @@ def test_no_plan_of_more_takes_less(shape: str, memory: float, head: str) -> Non
         t = task(model, inputs, cluster, shape, None, "bf16", "adamw", 1, memory, None, lambda *_: None, False, m, {}, head)
 
         def ask(stages: Stages) -> None:
-            bounds[m] = m * bound_of_more(stages, other_of(t, True))
+            bounds[m] = m * bound_of_more(stages, other_of(t))
 
         found = plan_graph(t.folded, t.mesh_axes, t.cluster, t.training, limits, asks=ask)
         seconds = [found.plan.predicted["step_time_s"]]

@@ -23,7 +23,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.schema import canonical, dumps
 from autopar.planner import offline
 from autopar.planner.infeasible import InfeasibleError
-from tests.wide import wide
+from tests.wide import cases, wide
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1024}
 
@@ -61,11 +61,12 @@ def test_round_trip(plan: Plan) -> None:
     assert dataclasses.replace(Plan.loads(dumps(plan)), solver={}) == dataclasses.replace(plan, solver={})
 
 
-def test_what_does_not_fit_is_explained() -> None:
+@pytest.mark.parametrize("head", cases(["plain", "auto"], ["plain"]))
+def test_what_does_not_fit_is_explained(head: str) -> None:
     with pytest.raises(InfeasibleError) as e:
-        planned(memory=1e6, loss_head="plain")
+        planned(memory=1e6, loss_head=head)
     assert e.value.shortfall_bytes > 0 and "memory" in e.value.constraint and "a device would do" in e.value.remedy
-    enough = planned(memory=1e6 + e.value.shortfall_bytes * 1.03, loss_head="plain")
+    enough = planned(memory=1e6 + e.value.shortfall_bytes * 1.03, loss_head=head)
     assert enough.predicted["peak_memory_bytes"] <= 1e6 + e.value.shortfall_bytes * 1.03
 
 
