@@ -154,7 +154,8 @@ def windows(calls: list[fx.Node], at: Sequence[int], sizes: Sequence[int]) -> li
         while todo < len(at) and (at[todo] < start or start == end):
             group.append(todo)
             todo += 1
-            if sum(sizes[i] for i in group) >= limit:
+            is_last = todo == len(at) or at[todo] > at[group[-1]]  # collectives of one call are in one window: it ends behind that call
+            if is_last and sum(sizes[i] for i in group) >= limit:
                 out.append((at[group[0]], group))
                 group = []
         if start == end:

@@ -20,6 +20,7 @@ from autopar.planner.layout import Layout
 from autopar.planner.offline import Task, task
 from autopar.planner.planning import Step
 from autopar.planner.precision import Precision
+from autopar.predict.data import sharded_over
 from autopar.predict.pieces import Piece, pieces
 from autopar.predict.prediction import Prediction
 from autopar.predict.runtime import Runtime
@@ -49,7 +50,7 @@ def predict(
     Raises LayoutError where sizes do not divide, InputError, CaptureError, ClusterError.
     """
     where, how = Cluster.of(cluster), Runtime.of(runtime)
-    layout.replicas(where.size)
+    sharded_over(layout, layout.replicas(where.size))  # what is refused is so before anything is captured
     found = micro_batch(model, inputs, where, layout, how, loss_fn, precision, progress)
     return priced(found, type(model).__name__, where, layout, how, global_batch, tokens_of(inputs), precision, optimizer)
 
