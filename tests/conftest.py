@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from tests.wide import Turn
 ROOT = Path(__file__).resolve().parents[1]
 
 torch.set_num_threads(1)
+# Graphs of torch and of the planner are many small objects that live long: looking through them for garbage is an eighth of all tests' time otherwise.
+gc.set_threshold(50_000, 20, 100)
 # The same examples on every machine and run; a slow first call (imports, tracing) is no failure.
 hypothesis.settings.register_profile("autopar", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("autopar")

@@ -1,6 +1,6 @@
 """Which cases of a matrix `make test` runs, and which only `make test-all`: each promise keeps a case of its own in the first.
 
-All wide cases take an hour and more on two cores; `make test-all TURN=2/6` runs the third of six parts.
+All wide cases take two hours and more on two cores; `make test-all TURN=2/8` runs the third of eight parts.
 """
 
 from __future__ import annotations

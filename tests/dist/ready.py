@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 import transformers
 from torch.distributed import checkpoint
@@ -11,5 +13,7 @@ from autopar import _torch, api
 
 torch.set_num_threads(1)
 _torch.import_compiler()
+gc.freeze()  # what was imported stays, and is shared with all that are forked
+gc.set_threshold(50_000, 20, 100)
 
 __all__ = ["DTensor", "api", "checkpoint", "transformers"]

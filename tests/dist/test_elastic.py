@@ -7,7 +7,7 @@ import pytest
 from tests.elastic import PHASES, TWICE, Death, Outcome, Task, compare, run
 from tests.wide import cases, wide
 
-NOW = ("forward", "backward", "stepped", "copy")
+NOW = ("forward", "stepped")
 
 
 def survived(task: Task) -> Outcome:
@@ -87,6 +87,7 @@ def test_more_than_was_asked_for() -> None:
     assert [r.ahead for r in out.done[0].recoveries] == [True, False]
 
 
+@wide
 def test_neighbours_at_once_are_not_survived() -> None:
     """And every survivor says so."""
     out = run(Task(deaths=(Death(1, 3, "reduced"), Death(2, 3, "reduced")), survive=2))
@@ -97,6 +98,7 @@ def test_neighbours_at_once_are_not_survived() -> None:
         assert "start again, from the last checkpoint" in text
 
 
+@wide
 def test_fewer_than_the_least() -> None:
     out = run(Task(deaths=(Death(1, 2, "forward"),), least=4))
     assert out.code == 1 and set(out.errors) == {0, 2, 3}, (out.said, out.errors)

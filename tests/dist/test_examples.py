@@ -55,12 +55,12 @@ def one_process(script: str, folder: Path) -> list[list[float]]:
 @pytest.mark.parametrize(
     ("script", "options"),
     [
-        ("train_plain.py", []),
+        pytest.param("train_plain.py", [], marks=wide),
         pytest.param("train_plain.py", ["--layout", "fsdp"], marks=wide),
         pytest.param("train_plain.py", ["--layout", "tp"], marks=wide),
         pytest.param("train_local_inputs.py", [], marks=wide),
         pytest.param("train_local_inputs.py", ["--layout", "fsdp"], marks=wide),
-        ("train_lora.py", ["--layout", "fsdp"]),
+        pytest.param("train_lora.py", ["--layout", "fsdp"], marks=wide),
         ("train_accelerate.py", ["--layout", "fsdp"]),
         pytest.param("train_accelerate.py", [], marks=wide),
     ],

@@ -98,7 +98,7 @@ HERE = [("unet2d", False), ("unet2d", True), ("unet", True), ("resnet", True), (
 
 @pytest.mark.parametrize("sizes", [(2,), pytest.param((2, 2), marks=wide)])
 def test_equals_one_device(sizes: tuple[int, ...]) -> None:
-    cases, layout = (HERE[1:4:2], None) if len(sizes) == 1 else (HERE[1:3], "fsdp+tp")
+    cases, layout = (HERE[1:2], None) if len(sizes) == 1 else (HERE[1:3], "fsdp+tp")
     check(run(every, math.prod(sizes), cases, sizes, layout, "aot_eager", 4, 8), cases)
 
 

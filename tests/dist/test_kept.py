@@ -11,6 +11,7 @@ import autopar
 from tests.dist.launch import run
 from tests.eager import Net, seeded, trained, whole
 from tests.models import ZOO
+from tests.wide import wide
 
 
 class Kept(Net):
@@ -50,6 +51,7 @@ def _all() -> None:
     compare_recorded("mixtral", mesh, "all", {"output_router_logits": True, "output_hidden_states": True})
 
 
+@wide
 def test_on_two_ranks() -> None:
     run(_all, 2)
 

@@ -21,7 +21,7 @@ from autopar.planner.loss_head import is_chunked
 from tests.dist.launch import run
 from tests.dist.test_planned import _cluster
 from tests.heads import HEADS
-from tests.wide import cases
+from tests.wide import cases, wide
 
 BATCH, SEQ, SEED = 8, 16, 3
 
@@ -83,7 +83,7 @@ def trains(name: str, backend: str, path: str) -> tuple[bool, str]:
     return is_chunked(plan), plan.text()
 
 
-@pytest.mark.parametrize(("name", "backend"), cases([("llama", "aot_eager"), ("gpt2", "inductor")], [("llama", "aot_eager")]))
+@pytest.mark.parametrize(("name", "backend"), cases([("llama", "aot_eager"), ("gpt2", "inductor")], ()))
 def test_trains_as_on_one_device(name: str, backend: str, tmp_path: Path) -> None:
     for chunked, text in run(trains, 2, name, backend, str(tmp_path / "plan.json")):
         assert chunked and "fused: a linear layer under a cross-entropy" in text
@@ -99,7 +99,7 @@ def by_hand(layout: str, form: str) -> bool:
     return is_chunked(module.plan)
 
 
-@pytest.mark.parametrize(("layout", "form"), [("fsdp", "chunked"), ("tp", "chunked"), ("fsdp", "auto")])
+@pytest.mark.parametrize(("layout", "form"), cases([("fsdp", "chunked"), ("tp", "chunked"), ("fsdp", "auto")], [("fsdp", "chunked")]))
 def test_hand_layouts_make_logits_unless_they_are_told(layout: str, form: str) -> None:
     assert run(by_hand, 2, layout, form) == [form == "chunked"] * 2
 
@@ -115,6 +115,7 @@ def in_parts(number: int) -> tuple[bool, int]:
     return is_chunked(module.plan), module.plan.micro_batches
 
 
+@wide
 def test_micro_batches() -> None:
     assert run(in_parts, 2, 2) == [(True, 2)] * 2
 
@@ -131,6 +132,7 @@ def of_any_length() -> bool:
     return is_chunked(module.plan)
 
 
+@wide
 def test_lengths_that_vary() -> None:
     assert run(of_any_length, 2) == [True] * 2
 

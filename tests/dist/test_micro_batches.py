@@ -113,6 +113,7 @@ def test_equals_one_device(which: str) -> None:
         assert max(ranks) < 2e-4, list(zip(run_cases, ranks, strict=True))
 
 
+@wide
 def test_equals_one_device_alone() -> None:
     (found,) = run(_all, 1, [("llama", 8, "fsdp", False), ("gpt2", 3, "fsdp", False), ("mlp", 2, "ddp", False)])
     assert max(found) < 2e-4, found

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from autopar import _torch
 from autopar.distributed.groups import Groups
 from tests.dist.launch import run
+from tests.wide import wide
 
 COUNT, IN_FLIGHT = 100, 8
 
@@ -71,6 +72,7 @@ dist.destroy_process_group()
 """
 
 
+@wide
 def test_no_group_has_threads_when_python_ends(torchrun: Callable[..., str], tmp_path: Path) -> None:
     """One that drops a tensor then aborts the process, now and then."""
     script = tmp_path / "leaves.py"

@@ -159,6 +159,7 @@ def _loops(folder: str) -> None:
         compiled.load_state_dict({})
 
 
+@wide
 def test_loops() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run(_loops, 2, folder)

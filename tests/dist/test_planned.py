@@ -36,7 +36,7 @@ from autopar.planner.planning import Planned
 from autopar.planner.propagate import propagate
 from tests.dist.launch import run
 from tests.models import ZOO
-from tests.wide import cases
+from tests.wide import cases, wide
 
 BATCH, SEQ, SEED = 8, 16, 3
 AXES = ("dp", "tp", "pp")
@@ -134,7 +134,7 @@ def train(name: str, sizes: tuple[int, ...], steps: int, layers: int = 2, **opti
     }
 
 
-@pytest.mark.parametrize(("name", "sizes"), cases([("llama", (2, 2)), ("gpt2", (4,)), ("t5", (2,))], [("llama", (2, 2))]))
+@pytest.mark.parametrize(("name", "sizes"), cases([("llama", (2,)), ("llama", (2, 2)), ("gpt2", (4,)), ("t5", (2,))], [("llama", (2,))]))
 def test_trains_like_one_device(name: str, sizes: tuple[int, ...]) -> None:
     results = run(train, math.prod(sizes), name, sizes, 3, timeout=600)
     assert all(r == results[0] for r in results), "ranks hold different plans"
@@ -233,14 +233,18 @@ def _given(folder: str) -> None:
     raises("both say how", lambda: _compiled(mesh, plan=path, layout="fsdp"))
 
 
-def _everything(folder: str) -> None:
-    _local_inputs()
-    _accumulation()
-    _given(folder)
+def test_given_plans(tmp_path: Path) -> None:
+    run(_given, 2, str(tmp_path), timeout=600)
 
 
-def test_local_inputs_accumulation_and_given_plans(tmp_path: Path) -> None:
-    run(_everything, 2, str(tmp_path), timeout=600)
+@wide
+def test_local_inputs() -> None:
+    run(_local_inputs, 2, timeout=600)
+
+
+@wide
+def test_accumulation() -> None:
+    run(_accumulation, 2, timeout=600)
 
 
 # ---- ranks that disagree or fail ---------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ CASES: list[tuple[str, str | None, tuple[int, ...] | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "layout", "buckets"), cases(CASES, (CASES[3],)))
+@pytest.mark.parametrize(("name", "layout", "buckets"), cases(CASES, (CASES[2],)))
 def test_ranks_that_pad_by_themselves(name: str, layout: str | None, buckets: tuple[int, ...] | None) -> None:
     holds(run(train, 2, name, layout, buckets, timeout=240, patience_s=120))
 

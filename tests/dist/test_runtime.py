@@ -20,7 +20,7 @@ import autopar
 from autopar.kernels.random import EagerRandom
 from tests.dist.launch import run
 from tests.models import ZOO
-from tests.wide import cases
+from tests.wide import cases, wide
 
 BATCH, SEQ = 8, 16
 
@@ -74,7 +74,7 @@ def _accumulation(how: str, layout: str) -> None:
 
 @pytest.mark.parametrize(
     ("how", "layout"),
-    cases([("plain", "fsdp"), ("grad_accumulation", "fsdp"), ("no_sync", "ddp")], [("grad_accumulation", "fsdp"), ("no_sync", "ddp")]),
+    cases([("plain", "fsdp"), ("grad_accumulation", "fsdp"), ("no_sync", "ddp")], [("grad_accumulation", "fsdp")]),
 )
 def test_accumulation_equals_one_batch(how: str, layout: str) -> None:
     run(_accumulation, 2, how, layout)
@@ -169,6 +169,7 @@ def _outputs() -> None:
         torch.testing.assert_close(llama(**batch).logits, _model().eval()(**batch).logits, rtol=1e-4, atol=1e-5)
 
 
+@wide
 def test_outputs() -> None:
     run(_outputs, 2)
 
@@ -236,7 +237,7 @@ def _train(layout: str, before: bool) -> None:
     assert model.config is not None and model.config.hidden_size == 32
 
 
-@pytest.mark.parametrize(("layout", "before"), [("tp", True), ("fsdp+tp", False)])
+@pytest.mark.parametrize(("layout", "before"), cases([("tp", True), ("fsdp+tp", False)], [("fsdp+tp", False)]))
 def test_optimizer_before_or_after(layout: str, before: bool) -> None:
     run(_train, 4, layout, before)
 

@@ -95,6 +95,7 @@ def test_trl(what: list[str], tmp_path: Path) -> None:
     assert (tmp_path / "runs/two/checkpoint-8/model.safetensors").is_file()
 
 
+@wide
 def test_fabric(tmp_path: Path) -> None:
     same(ran(tmp_path, "train_fabric.py", "--layout", "fsdp", processes=2), ran(tmp_path, "train_fabric.py", processes=0))
 

@@ -101,7 +101,7 @@ def test_equal(name: str, axes: dict[str, int], layout: str, reduce: torch.dtype
 
 @pytest.mark.parametrize(
     ("name", "axes"),
-    cases([("llama", {"dp": 2, "tp": 2}), ("mixtral", {"dp": 4}), ("convnet", {"dp": 4})], [("llama", {"dp": 2, "tp": 2})]),
+    cases([("llama", {"dp": 2, "tp": 2}), ("mixtral", {"dp": 4}), ("convnet", {"dp": 4})], [("convnet", {"dp": 4})]),
 )
 def test_plans_are_equal(name: str, axes: dict[str, int]) -> None:
     """What the integer program chose, with what it makes again in backward."""

@@ -97,11 +97,14 @@ def id_of(x: object) -> str:
 
 # Every model under every layout, on a mesh that is another for each; in all combinations by name, as above.
 TO_BE_SURE = [(name, MESHES[1], layout) for name, layout in product(ZOO, LAYOUTS) if layout == "fsdp+tp" or name == "llama"]
+# Whose operators other models have.
+LIKE_OTHERS = ("bert", "t5-attention")
+NOW = [s for s in TO_BE_SURE if s[0] not in LIKE_OTHERS]
 TURNS = [(name, MESHES[(i + j) % 3], layout) for (i, name), (j, layout) in product(enumerate(ZOO), enumerate(LAYOUTS))]
 STEPS = TO_BE_SURE + [s for s in TURNS if s not in TO_BE_SURE]
 
 
-@pytest.mark.parametrize(("name", "mesh", "layout"), cases(STEPS, TO_BE_SURE), ids=id_of)
+@pytest.mark.parametrize(("name", "mesh", "layout"), cases(STEPS, NOW), ids=id_of)
 def test_step_equals_one_device(name: str, mesh: dict[str, int], layout: str) -> None:
     plan = check(name, mesh, layout, double=name in FLOAT64)
     assert not {t: n for t, n in plan.fallbacks.items() if any(plan.ops[o].kind in HEAVY for o in plan.ops if plan.targets[o] == t)}

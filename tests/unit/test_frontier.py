@@ -37,7 +37,7 @@ from autopar.solver.frontier import Answer, Floor, Relaxation, frontier, pareto,
 from autopar.solver.solve import Limits, smallest, whole
 from tests.plans import made
 from tests.unit.test_program import random_problem
-from tests.wide import cases
+from tests.wide import cases, wide
 
 EXACT = Limits(gap=1e-9, seconds=60)
 
@@ -179,6 +179,7 @@ def test_ends_are_those_of_plans_made_apart(offload: bool) -> None:
     assert f.points[0].peak_memory_bytes <= fastest.predicted["peak_memory_bytes"]
 
 
+@wide
 def test_least() -> None:
     """The least plan is the frontier's last, wherever it is asked for; a budget below it is refused, one of it is met."""
     last = found().points[-1]

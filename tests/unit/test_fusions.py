@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from autopar.kernels.tiles import TILE
 from autopar.rules.loss_head import BACKWARD, FORWARD
 from tests.heads import HEADS, LARGER, NO_HEADS, WORDS, Output, Plain, plain
 from tests.sweep.heads import found
-from tests.wide import wide
+from tests.wide import cases, wide
 
 BATCH, SEQ = 4, 12
 
@@ -121,8 +122,7 @@ def flat(gm: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(gm, graph)
 
 
-@pytest.mark.parametrize("tile", [TILE, 300])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "granite"])
+@pytest.mark.parametrize(("name", "tile"), cases(product(["llama", "gemma2", "granite"], [TILE, 300]), [("llama", TILE), ("gemma2", 300)]))
 def test_in_bfloat16_it_rounds_as_the_plain_step(name: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the same step in float32, errors are no larger than those of the captured step in bfloat16 that makes its logits."""
     monkeypatch.setattr(log_prob, "TILE", tile)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -36,7 +36,7 @@ def part_of(model: nn.Module, inputs: dict[str, Any], samples: int, loss_fn: Any
     return batch.part(samples, lambda s: capture(model.train(), call, s, loss_fn=loss_fn))
 
 
-@pytest.mark.parametrize("name", cases([n for n in ZOO if n != "convnet"], ["gpt2", "bert", "mixtral"]))
+@pytest.mark.parametrize("name", cases([n for n in ZOO if n != "convnet"], ["gpt2", "bert"]))
 @pytest.mark.parametrize("samples", [1, 2])
 def test_models_whose_loss_is_a_mean_over_labels(name: str, samples: int) -> None:
     """Which are given one value: 1 / the labels of the batch. Every random operator knows where its samples are."""
@@ -201,10 +201,13 @@ def test_leaves_out_what_more_cannot_mend() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "memory", "head"),
-    cases(product(["8", "4x2", "2x2x2"], [4e9, 1.5e9], ["plain", "auto"]), [("8", 4e9, "plain")]),
+    ("shape", "memory", "head", "numbers"),
+    cases(
+        [("8", 4e9, "plain", (1, 2)), *product(["8", "4x2", "2x2x2"], [4e9, 1.5e9], ["plain", "auto"], [(1, 2, 4)])],
+        [("8", 4e9, "plain", (1, 2))],
+    ),
 )
-def test_no_plan_of_more_takes_less(shape: str, memory: float, head: str) -> None:
+def test_no_plan_of_more_takes_less(shape: str, memory: float, head: str, numbers: tuple[int, ...]) -> None:
     """Than the bound that the plan of fewer has for it, whether memory is short or not."""
     with torch.device("meta"):
         model = ZOO["llama"].build(4, hidden_size=512, intermediate_size=1536, vocab_size=32000)
@@ -224,25 +227,25 @@ def test_no_plan_of_more_takes_less(shape: str, memory: float, head: str) -> Non
             seconds.append(plan_graph(t.other.folded, t.mesh_axes, t.cluster, t.other.training, limits).plan.predicted["step_time_s"])
         return m * min(seconds)
 
-    taken = {m: planned(m) for m in (1, 2, 4)}
+    taken = {m: planned(m) for m in numbers}
     if shape == "8":
         assert bounds[1] > 0
     assert bounds[1] <= taken[1] * (1 + 1e-6)
-    for m, n in ((1, 2), (1, 4), (2, 4)):
+    for m, n in combinations(numbers, 2):
         assert bounds[m] <= taken[n] * (1 + 1e-6)
 
 
 def test_a_plan_says_its_number() -> None:
     """A call of m micro-batches takes m times one of grad_accumulation=m, and never more than what is chosen by itself; files, texts and comparisons know the number."""
 
-    def planned(number: int | str, batch: int = 16, calls: int = 1) -> Plan:
+    def planned(number: int | str, batch: int = 4, calls: int = 1) -> Plan:
         with torch.device("meta"):
             model = ZOO["llama"].build(2, hidden_size=256, intermediate_size=512)
         return autopar.plan(
-            model, {"input_ids": (batch, 32), "labels": (batch, 32)}, "h100:2", micro_batches=number, grad_accumulation=calls
+            model, {"input_ids": (batch, 128), "labels": (batch, 128)}, "h100:2", micro_batches=number, grad_accumulation=calls
         )
 
-    one, two, auto, alone = planned(1), planned(2), planned("auto"), planned(1, 8, 2)
+    one, two, auto, alone = planned(1), planned(2), planned("auto"), planned(1, 2, 2)
     assert auto.predicted["step_time_s"] <= min(p.predicted["step_time_s"] for p in (one, two)) * (1 + 1e-9)
     assert two.predicted["step_time_s"] == pytest.approx(2 * alone.predicted["step_time_s"], rel=0.02)
     assert two.predicted["peak_memory_bytes"] == pytest.approx(alone.predicted["peak_memory_bytes"], rel=0.02)

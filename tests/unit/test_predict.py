@@ -72,8 +72,8 @@ def params(model: nn.Module) -> int:
 @pytest.mark.parametrize(
     ("axes", "layout"),
     [
-        pytest.param({"tp": 1}, Layout(micro_batch=4), id="one", marks=wide),
-        pytest.param({"cp": 1, "tp": 4}, Layout(tp=4, micro_batch=4), id="tp"),
+        pytest.param({"tp": 1}, Layout(micro_batch=4), id="one"),
+        pytest.param({"cp": 1, "tp": 4}, Layout(tp=4, micro_batch=4), id="tp", marks=wide),
         pytest.param({"cp": 2, "tp": 1}, Layout(cp=2, micro_batch=4), id="cp", marks=wide),
     ],
 )
@@ -122,8 +122,15 @@ def test_activations_of_a_llama_layer(one: tuple[Piece, ...]) -> None:
     assert mine.input_bytes == 2 * WIDTH * SEQ
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("values", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("values", "sequence_parallel"),
+    [
+        pytest.param(LLAMA, True, id="llama, sequence parallel"),
+        pytest.param(GPT2, False, id="gpt2"),
+        pytest.param(LLAMA, False, id="llama", marks=wide),
+        pytest.param(GPT2, True, id="gpt2, sequence parallel", marks=wide),
+    ],
+)
 def test_tensor_parallel_traffic(values: dict[str, object], sequence_parallel: bool) -> None:
     """Megatron-LM: two all-reduces forward and two backward a layer, of a whole activation; with sequence parallelism their halves, and what
     products read is gathered once more for the gradients of their weights."""

@@ -20,6 +20,7 @@ from autopar.predict.data import Windows, traffic
 from autopar.predict.held import Held
 from autopar.predict.pieces import Piece
 from autopar.predict.runtime import RUNTIMES
+from tests.wide import wide
 
 WIDTH, INNER, LAYERS, EXPERTS, CHOSEN, SEQ = 512, 1024, 4, 8, 2, 256
 MIXTRAL = {
@@ -42,6 +43,7 @@ def layer(model: nn.Module, ep: int) -> Piece:
     return mine
 
 
+@wide
 def test_what_a_rank_has_and_sends(mixtral: nn.Module) -> None:
     alone, shared = layer(mixtral, 1), layer(mixtral, 4)
     routed = EXPERTS * 3 * WIDTH * INNER

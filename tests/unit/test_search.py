@@ -41,6 +41,7 @@ from autopar.search.price import Prices
 from autopar.search.solutions import MicroBatches
 from autopar.search.space import Family, Shape, part
 from autopar.text.times import format_time
+from tests.wide import cases
 
 SEQUENCE, BATCH = 512, 16
 SIZES = (1, 2)  # micro-batches
@@ -135,7 +136,7 @@ def enumerated(kind: str, devices: str, budget_bytes: float, top_k: int, runtime
 BUDGETS = (math.inf, 1.9e9, 1.62e9)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", cases(["llama", "gpt2"], ["llama"]))
 @pytest.mark.parametrize("devices", ["h100:4", "h100:8", "h100:2x8", "h100:3x4"])
 def test_equal_to_enumeration(kind: str, devices: str) -> None:
     """On several memories; and something is pruned."""
@@ -159,7 +160,7 @@ def test_equal_to_enumeration_for_another_runtime() -> None:
     assert [r.prediction.step_time_s for r in found] == enumerated("llama", "h100:8", math.inf, 3, "megatron")
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", cases(["llama", "gpt2"], ["llama"]))
 def test_bounds_hold(kind: str) -> None:
     """For every layout that there is: with its own pieces, and with those of one device."""
     devices = "h100:2x8"
