@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.elastic import copies as copies_
 from autopar.elastic import session as session_
+from autopar.elastic.agent import Agent, Start
 from autopar.elastic.session import Session
 from autopar.elastic.supervisor import Supervisor
 from autopar.kernels.random import EagerRandom
@@ -42,7 +43,7 @@ TWICE = ("regrouped", "moved")  # phases of a recovery
 
 @dataclass(frozen=True)
 class Death:
-    """A worker that ends at a phase of the step after `step` steps, in a generation. how: "killed", or "stopped" (SIGSTOP)."""
+    """A worker that ends at a phase of the step after `step` steps, in a generation. how: "killed", "stopped" (SIGSTOP), or "with its node" (not the first)."""
 
     worker: int
     step: int
@@ -64,6 +65,17 @@ class Task:
     backend: str = "aot_eager"
     optimizer: str = "adamw"
     pause_s: float = 0.0  # of a step, for deaths from outside
+    every: int = 1
+    nodes: tuple[int, ...] = ()  # ranks of each; none: all on one
+
+    def mates(self, worker: int) -> tuple[int, range]:
+        """The node a worker is on, and all who are."""
+        first = 0
+        for node, n in enumerate(self.nodes or (self.ranks,)):
+            if worker < first + n:
+                return node, range(first, first + n)
+            first += n
+        raise AssertionError(worker)
 
 
 @dataclass
@@ -141,8 +153,13 @@ def reference(task: Task) -> Done:
 # ---- a worker ----------------------------------------------------------------------------------------------------
 
 
-def _die(how: str) -> None:
-    os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+def _die(task: Task, worker: int, how: str) -> None:
+    if how == "with its node":
+        folder = Path(os.environ["TEST_FOLDER"])
+        node, mates = task.mates(worker)
+        for name in [f"agent.{node}", *(f"pid.{w}" for w in mates if w != worker)]:
+            os.kill(int((folder / name).read_text()), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
     time.sleep(60)
 
 
@@ -168,7 +185,7 @@ def _doomed(task: Task, session: Session, told: Any) -> Callable[[str], None]:
         for d in mine:
             if (d.phase, d.step, d.generation) == (phase, session.version, session.member.generation):
                 told(("died", time.time()))
-                _die(d.how)
+                _die(task, d.worker, d.how)
 
     def half_sent() -> None:
         if session.version and any(d.phase == "copy" for d in mine):
@@ -185,7 +202,7 @@ def _doomed(task: Task, session: Session, told: Any) -> Callable[[str], None]:
 
 def _work(task: Task, told: Any) -> Done:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    elastic = autopar.Elastic(survive=task.survive, silence_s=task.silence_s, regroup_s=20.0)
+    elastic = autopar.Elastic(survive=task.survive, silence_s=task.silence_s, regroup_s=20.0, every=task.every)
     mesh = {"dp": task.ranks}
     model = autopar.compile(
         _model(), mesh, layout=task.layout, backend=task.backend, elastic=elastic, optimizer=task.optimizer.replace("sgd", "sgd-momentum")
@@ -226,7 +243,8 @@ def _work(task: Task, told: Any) -> Done:
 
 
 def _child(environment: Mapping[str, str], task: Task, folder: Path, worker: int) -> None:
-    os.environ.update(environment)
+    os.environ.update(environment, TEST_FOLDER=str(folder))
+    (folder / f"pid.{worker}").write_text(str(os.getpid()))
     torch.set_num_threads(1)
     code = 0
 
@@ -260,20 +278,38 @@ class _Process:
         self.process.kill()
 
 
+def _starting(context: Any, task: Task, folder: Path) -> Start:
+    def start(worker: int, environment: Mapping[str, str]) -> _Process:
+        p = context.Process(target=_child, args=(dict(environment), task, folder, worker), daemon=True)
+        p.start()
+        return _Process(p)
+
+    return start
+
+
+def _agent(task: Task, folder: Path, node: int, port: int) -> None:
+    """Another node: a process of its own, and its workers its children."""
+    (folder / f"agent.{node}").write_text(str(os.getpid()))
+    start = _starting(mp.get_context("fork"), task, folder)
+    raise SystemExit(Agent(start, task.nodes[node], node, "127.0.0.1", port, print).run())
+
+
 def run(task: Task, limit_s: float = 120.0) -> Outcome:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["tests.dist.ready"])
     said: list[str] = []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-
-        def start(worker: int, environment: Mapping[str, str]) -> _Process:
-            p = context.Process(target=_child, args=(dict(environment), task, folder, worker), daemon=True)
-            p.start()
-            return _Process(p)
-
-        supervisor = Supervisor(start, task.ranks, task.least, said.append)
+        folder, sizes = Path(name), task.nodes or (task.ranks,)
+        supervisor = Supervisor(
+            _starting(context, task, folder), sizes[0], task.least, said.append, nodes=len(sizes), arrive_s=60.0, node_silence_s=1.0
+        )
+        agents = [context.Process(target=_agent, args=(task, folder, k, supervisor.port)) for k in range(1, len(sizes))]
+        for a in agents:
+            a.start()
         out = Outcome(supervisor.run(limit_s), supervisor.lost, said)
+        for a in agents:
+            a.join(10)
+            assert a.exitcode in (out.code, -signal.SIGKILL), a.exitcode
         for w in range(task.ranks):
             if (folder / f"said.{w}").exists():  # a pickle, since survivors have no queue that a killed process might have locked
                 value = pickle.loads((folder / f"said.{w}").read_bytes())

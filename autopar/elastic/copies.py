@@ -35,30 +35,32 @@ class Holdings:
 
 
 class Copies:
-    """Of one generation. group: of all its ranks, for copies alone; None where there is one rank."""
+    """Of one generation. group: of all its ranks, for copies alone; None where there is one rank. stride: how far a rank's partner is."""
 
-    def __init__(self, group: dist.ProcessGroup | None, generation: int, rank: int, ranks: int, holdings: Holdings) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, generation: int, rank: int, ranks: int, holdings: Holdings, stride: int = 1
+    ) -> None:
         self.group, self.generation, self.rank, self.ranks, self.holdings = group, generation, rank, ranks, holdings
-        self.to, self.of = partner(rank, ranks), ward(rank, ranks)
+        self.to, self.of = partner(rank, ranks, stride), ward(rank, ranks, stride)
         self.works: list[Any] = []
         self.coming: tuple[Shard, Packed, torch.Tensor] | None = None
 
-    def place_for(self, version: int) -> torch.Tensor | None:
-        """The buffer of version - 2, to be written over: that of version - 1 is whole everywhere by now."""
-        return self._given_up(self.holdings.own, self.rank, version)
+    def place_for(self, before: int) -> torch.Tensor | None:
+        """The buffer of a version older than the last one that was copied, to be written over: that one, `before`, is whole everywhere by now."""
+        return self._given_up(self.holdings.own, before)
 
-    def _given_up(self, held: dict[Shard, Packed], rank: int, version: int) -> torch.Tensor | None:
-        old = [s for s in held if s.generation == self.generation and s.version <= version - 2]
+    def _given_up(self, held: dict[Shard, Packed], before: int) -> torch.Tensor | None:
+        old = [s for s in held if s.generation == self.generation and s.version < before]
         buffers = [held.pop(s).buffer for s in old]
         return buffers[-1] if buffers else None
 
-    def begin(self, version: int, packed: Packed) -> None:
-        """Keeps this rank's shard, and puts it on its way. The ward's comes meanwhile."""
+    def begin(self, version: int, packed: Packed, before: int) -> None:
+        """Keeps this rank's shard, and puts it on its way. The ward's comes meanwhile, in place of one older than `before`."""
         self.holdings.own[Shard(version, self.generation, self.ranks, self.rank)] = packed
         if self.ranks == 1:
             return
         assert not self.works
-        room = self._given_up(self.holdings.wards, self.of, version)
+        room = self._given_up(self.holdings.wards, before)
         coming = _empty(packed.specs, self.of, self.ranks, room)
         header = torch.tensor([version, packed.crc, packed.buffer.numel()], dtype=torch.int64)
         told = torch.zeros(HEADER, dtype=torch.int64)

@@ -20,6 +20,7 @@ from autopar import _torch
 from autopar.distributed import failures
 from autopar.elastic import words
 from autopar.elastic.options import Elastic
+from autopar.elastic.protocol import stride_over
 from autopar.errors import AutoparError, LostRankError
 
 PAUSE_S = 0.005
@@ -49,6 +50,7 @@ class Member:
         host, _, port = where.rpartition(":")
         self.store, self.listens = (self._connect(host, int(port)) for _ in range(2))
         self.generation, self.members = 0, list(words.read(self.store, words.generation(0)))
+        self.nodes: list[int] = words.read(self.store, words.NODES)  # by worker
         self.lock = threading.Lock()  # around what must not happen between looking at the generation and acting on it
         words.write(self.store, words.SETTINGS, [options.silence_s, options.regroup_s])
         _torch.watch_sockets()
@@ -85,6 +87,11 @@ class Member:
     @property
     def rank(self) -> int:
         return self.members.index(self.worker)
+
+    @property
+    def stride(self) -> int:
+        """How far, in ranks, the partner of each member is."""
+        return stride_over([self.nodes[w] for w in self.members])
 
     @property
     def is_superseded(self) -> bool:

@@ -13,6 +13,7 @@ and among survivors there is no version but v, which is whole, and v+1, which ma
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -27,8 +28,17 @@ class Shard:
     rank: int
 
 
+def stride_over(nodes: Sequence[int]) -> int:
+    """By how many ranks a partner is away: so far that it is on another node. nodes: by rank, the node it is on; those of a node follow each other.
+
+    Where one node has more than half of all ranks, as many partners are on other nodes as there can be."""
+    largest = max(Counter(nodes).values())
+    others = len(nodes) - largest
+    return min(largest, others) or 1
+
+
 def partner(rank: int, ranks: int, stride: int = 1) -> int:
-    """Who keeps a copy of this rank's shard. stride: ranks of a node, where there are several nodes, so that a node's loss is survived."""
+    """Who keeps a copy of this rank's shard. stride: see `stride_over`."""
     return (rank + stride) % ranks
 
 

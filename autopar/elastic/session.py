@@ -70,6 +70,7 @@ class Session:
         self.backend = str(dist.get_backend())
         self.ahead: Ahead = attached.ahead
         self.version, self.recoveries = 0, list[Recovery]()
+        self.published = 0  # the newest version that there are copies of, or will be
         self.is_split = self.state.is_split()
         self.holdings = Holdings()
         self.copies = None if self.member is None else self._new_copies()
@@ -96,7 +97,7 @@ class Session:
                     if self._finished():
                         return
                     continue
-            for old in [v for v in kept if v < self.version - 1]:
+            for old in [v for v in kept if v < self._oldest()]:
                 del kept[old]
             before = self.version, len(self.recoveries)
             yield kept[self.version]
@@ -114,7 +115,7 @@ class Session:
         if number in self.numbers:  # done again
             torch.set_rng_state(self.numbers[number])
         else:
-            self.numbers = {v: s for v, s in self.numbers.items() if v >= number - 1} | {number: torch.get_rng_state()}
+            self.numbers = {v: s for v, s in self.numbers.items() if v >= self._oldest()} | {number: torch.get_rng_state()}
         self.in_step, self.committed = True, False
         try:
             try:
@@ -126,7 +127,8 @@ class Session:
             self.version += 1
             self.is_live = True
             if self.member is not None:
-                self._publish()
+                if not self.is_split or self.version - self.published >= self.options.every:
+                    self._publish()
                 self.ahead.make()
         except Exception as e:
             if not self._is_of_a_loss(e):
@@ -145,8 +147,8 @@ class Session:
     # ---- versions ------------------------------------------------------------------------------------------------
 
     def _commit(self) -> None:
-        """The commit of `version`: after it, all copies of it are whole, everywhere."""
-        if self.copies is not None and self.is_split:
+        """The commit of `version`, where it is one that is copied: after it, all copies of it are whole, everywhere."""
+        if self.copies is not None and self.is_split and self.version == self.published:
             self.copies.wait()
             self.copies.meet()
         self.committed, self.is_live = True, False
@@ -155,18 +157,26 @@ class Session:
         """The state as it is now becomes `version`: kept here, and on its way to the partner."""
         copies = self.copies
         assert copies is not None
-        self.alike = {v: a for v, a in self.alike.items() if v >= self.version - 1} | {self.version: self.state.alike()}
+        before, self.published = self.published, self.version
+        self.alike = {v: a for v, a in self.alike.items() if v < self.version and (v >= before or before >= self.version)}
+        self.alike[self.version] = self.state.alike()
         if self.is_split:
-            packed = self.state.pack(copies.rank, copies.ranks, copies.place_for(self.version))
-            copies.begin(self.version, packed)
+            packed = self.state.pack(copies.rank, copies.ranks, copies.place_for(before))
+            copies.begin(self.version, packed, before)
         else:
             self.state.tensors()  # what could not be moved is said now, not at a loss
+
+    def _oldest(self) -> int:
+        """The oldest version that a loss may go back to: the last but one that was copied, as the last one's copies may not be whole."""
+        return min(self.alike, default=self.version)
 
     def _finished(self) -> bool:
         """The last version is whole everywhere, and all ranks know; False where it had to be recovered first."""
         if self.member is None:
             return True
         before = len(self.recoveries)
+        if self.is_split and self.version > self.published:
+            self._guarded(self._publish)
         self._guarded(self._commit)
         self.is_live = True
         if len(self.recoveries) > before:
@@ -189,7 +199,7 @@ class Session:
         timeout = _torch.default_timeout("cpu")
         group = _torch.new_group(groups.ranks, f"{groups.id}.copies", timeout, "gloo") if len(groups.ranks) > 1 else None
         assert self.member is not None
-        return Copies(group, self.member.generation, groups.rank, len(groups.ranks), self.holdings)
+        return Copies(group, self.member.generation, groups.rank, len(groups.ranks), self.holdings, self.member.stride)
 
     # ---- after a loss --------------------------------------------------------------------------------------------
 

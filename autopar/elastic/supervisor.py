@@ -2,7 +2,7 @@
 
 It hosts the store that groups are made through, so that no worker's death takes it along. A loss is: a worker whose process has ended otherwise than well, at once; one that has
 given no sign of life for `silence_s`, which is killed; one that is alive and does not come to a new group within `regroup_s` of its announcement, while others
-wait, which is killed too. After each a generation begins: those that are left, in their order, renumbered from 0. A collective that failed without a loss begins one as well, with the same members.
+wait, which is killed too; those of a node whose agent (`autopar.elastic.agent`) gives no sign of life, all at once. After each a generation begins: those that are left, in their order, renumbered from 0. A collective that failed without a loss begins one as well, with the same members.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
 from autopar.elastic import words
+from autopar.elastic.agent import FAREWELL_S, WITH_ITS_NODE, Node, Process, Remote, Start
 
 POLL_S = 0.01
 SETTLE_S = 0.03  # others may have ended with the first one
@@ -25,23 +26,15 @@ ALARM_S = 0.5  # after a failed collective, for a process to be seen to have end
 ALARMS = 3  # failures one after the other in which nobody was lost
 LAST_WORDS_S = 10.0  # for workers to end by themselves once the run is stopped
 SILENCE_S, REGROUP_S = 30.0, 60.0  # until the workers say theirs
-
-
-class Process(Protocol):
-    """A worker's process; subprocess.Popen is one."""
-
-    @property
-    def pid(self) -> int: ...
-    def poll(self) -> int | None: ...
-    def kill(self) -> None: ...
-
-
-Start = Callable[[int, Mapping[str, str]], Process]  # (worker, what its environment says more) -> its process
+NODE_SILENCE_S = 5.0  # an agent has nothing to do but to give signs of life
+IN_DOUBT_S = 0.5  # a node that has been silent so long may be what a failed collective is due to
 
 
 @dataclass
 class Supervisor:
-    """start: starts a worker; least: how many must be left; tell: where its own words go. host: where the store listens."""
+    """start: starts a worker; size: how many there are on this node; least: how many must be left; tell: where its own words go. host: where the store listens.
+
+    nodes: how many there are, each of the others with an agent, which comes within `arrive_s`, and is lost after `node_silence_s` without a sign of life."""
 
     start: Start
     size: int
@@ -49,6 +42,9 @@ class Supervisor:
     tell: Callable[[str], None]
     host: str = "127.0.0.1"
     port: int = 0
+    nodes: int = 1
+    arrive_s: float = 300.0
+    node_silence_s: float = NODE_SILENCE_S
     generation: int = 0
     members: list[int] = field(default_factory=list)
     lost: list[tuple[int, str]] = field(default_factory=list)
@@ -61,15 +57,16 @@ class Supervisor:
         self.alarmed: float | None = None
         self.alarms, self.whole_before = 0, 0
         self.announced = time.monotonic()
+        self.node_of: list[int] = []  # by worker
+        self.others: dict[int, Node] = {}
 
     def run(self, limit_s: float | None = None) -> int:
         """Starts the workers, and returns when all have ended: 0 where all that are left have ended well. limit_s: after which everything is ended, with 1."""
-        self.members = list(range(self.size))
-        self._announce()
         end = None if limit_s is None else time.monotonic() + limit_s
+        code = 1
         try:
-            for w in self.members:
-                self.processes[w] = self.start(w, self.environment(w))
+            if not self._begin():
+                return code
             while any(self.processes[w].poll() is None for w in self.members):
                 if end is not None and time.monotonic() > end:
                     self.tell(f"not done after {limit_s:.0f} s: ended")
@@ -77,14 +74,53 @@ class Supervisor:
                 if not self._look():
                     return 1
                 time.sleep(POLL_S)
-            return 0 if self._settled() else 1
+            code = 0 if self._settled() else 1
+            return code
         finally:
-            self._end()
+            self._end(code)
+
+    def _begin(self) -> bool:
+        """All nodes are here, and all workers are started; False where that is not to be."""
+        sizes = self._sizes()
+        if sizes is None:
+            return False
+        self.node_of = [k for k, n in enumerate(sizes) for _ in range(n)]
+        self.members = list(range(len(self.node_of)))
+        if self.least > len(self.members):
+            self.tell(f"the run needs {self.least} processes, and all nodes together have {len(self.members)}")
+            return False
+        words.write(self.store, words.NODES, self.node_of)
+        self._announce()
+        for node in self.others:
+            theirs = {w: self.environment(w) for w in self.members if self.node_of[w] == node}
+            self.processes |= {w: Remote(self.others[node], w) for w in theirs}
+            words.write(self.store, words.begin(node), theirs)
+        for w in range(self.size):
+            self.processes[w] = self.start(w, self.environment(w))
+        return True
+
+    def _sizes(self) -> list[int] | None:
+        """Workers of each node; None where one has not come in time."""
+        begun = time.monotonic()
+        sizes: dict[int, int] = {0: self.size}
+        while len(sizes) < self.nodes:
+            for k in range(1, self.nodes):
+                n = words.read(self.store, words.came(k))
+                if n is not None and k not in sizes:
+                    sizes[k], self.others[k] = n, Node(self.store, k, self.node_silence_s)
+            missing = [k for k in range(self.nodes) if k not in sizes]
+            if missing and time.monotonic() - begun > self.arrive_s:
+                self.tell(f"node {', '.join(map(str, missing))} of {self.nodes} has not come within {self.arrive_s:g} s")
+                return None
+            time.sleep(POLL_S)
+        return [sizes[k] for k in range(self.nodes)]
 
     def environment(self, worker: int) -> dict[str, str]:
         """As torchrun's, whose store init_process_group() then takes, with the way to this supervisor."""
+        node = self.node_of[worker]
         return {
-            "RANK": str(worker), "LOCAL_RANK": str(worker), "WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(self.size),
+            "RANK": str(worker), "WORLD_SIZE": str(len(self.node_of)), "GROUP_RANK": str(node),
+            "LOCAL_RANK": str(worker - self.node_of.index(node)), "LOCAL_WORLD_SIZE": str(self.node_of.count(node)),
             "MASTER_ADDR": self.host, "MASTER_PORT": str(self.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
             words.STORE: f"{self.host}:{self.port}", words.WORKER: str(worker),
         }  # fmt: skip
@@ -94,6 +130,8 @@ class Supervisor:
     def _look(self) -> bool:
         """One look at everybody; False where the run cannot go on."""
         silence_s, regroup_s = words.read(self.store, words.SETTINGS) or (SILENCE_S, REGROUP_S)
+        for node in self.others.values():
+            node.look()
         gone = self._ended()
         if not gone:
             gone = self._silent(silence_s)
@@ -105,7 +143,8 @@ class Supervisor:
             return self._go_on({**self._ended(), **gone})
         if failures and self.alarmed is None:
             self.alarmed = time.monotonic()
-        if failures and self.alarmed is not None and time.monotonic() - self.alarmed > ALARM_S:
+        is_doubtful = any(not n.is_lost and n.silent_s() > IN_DOUBT_S for n in self.others.values())
+        if failures and self.alarmed is not None and time.monotonic() - self.alarmed > ALARM_S and not is_doubtful:
             return self._false_alarm()
         return True
 
@@ -169,7 +208,7 @@ class Supervisor:
         self.alarms = 0
         if len(self.members) < self.least:
             return self._stop(
-                f"{len(self.members)} of {self.size} processes are left, and the run needs {self.least}"
+                f"{len(self.members)} of {len(self.node_of)} processes are left, and the run needs {self.least}"
                 + "".join(f"; worker {w} {why}" for w, why in self.lost[-4:])
             )
         self.generation += 1
@@ -203,16 +242,22 @@ class Supervisor:
             time.sleep(POLL_S)
         return False
 
-    def _end(self) -> None:
+    def _end(self, code: int) -> None:
         for p in self.processes.values():
             if p.poll() is None:
                 p.kill()
+        words.write(self.store, words.OVER, code)
+        end = time.monotonic() + FAREWELL_S
+        while time.monotonic() < end and not all(n.is_lost or self.store.check([words.left(k)]) for k, n in self.others.items()):
+            time.sleep(POLL_S)
         for p in self.processes.values():
             if isinstance(p, subprocess.Popen):
                 p.wait()
 
 
 def _how(code: int) -> str:
+    if code == WITH_ITS_NODE:
+        return "with its node, which gave no sign of life"
     return f"by signal {-code}" if code < 0 else f"with exit code {code}"
 
 

@@ -9,6 +9,17 @@ autopar.elastic/failed/<g>          how many members a collective of that genera
 autopar.elastic/here/<g>/<worker>   a member that is about to join the group
 autopar.elastic/whole/<g>           members whose copies are whole again in that generation
 autopar.elastic/finished/<worker>   has trained to the end: it is not missed any more
+
+Where there are several nodes (`autopar.elastic.agent`):
+
+autopar.elastic/nodes               by worker, the node it is on
+autopar.elastic/came/<node>         how many workers a node has place for
+autopar.elastic/begin/<node>        the environment of each worker that its agent is to start
+autopar.elastic/agent/<node>        counts up while an agent lives
+autopar.elastic/ended/<worker>      its exit code
+autopar.elastic/given-up            workers that their agents are to end
+autopar.elastic/over                the run's exit status: agents end
+autopar.elastic/left/<node>         its agent has heard that
 """
 
 from __future__ import annotations
@@ -20,6 +31,7 @@ STORE = "AUTOPAR_SUPERVISOR"  # host:port
 WORKER = "AUTOPAR_WORKER"  # a number of this process, for all its life
 PREFIX = "autopar.elastic/"
 LATEST, STOPPED, SETTINGS = f"{PREFIX}latest", f"{PREFIX}stopped", f"{PREFIX}settings"
+NODES, GIVEN_UP, OVER = f"{PREFIX}nodes", f"{PREFIX}given-up", f"{PREFIX}over"
 
 
 def generation(g: int) -> str:
@@ -44,6 +56,26 @@ def whole(g: int) -> str:
 
 def finished(worker: int) -> str:
     return f"{PREFIX}finished/{worker}"
+
+
+def came(node: int) -> str:
+    return f"{PREFIX}came/{node}"
+
+
+def begin(node: int) -> str:
+    return f"{PREFIX}begin/{node}"
+
+
+def agent(node: int) -> str:
+    return f"{PREFIX}agent/{node}"
+
+
+def ended(worker: int) -> str:
+    return f"{PREFIX}ended/{worker}"
+
+
+def left(node: int) -> str:
+    return f"{PREFIX}left/{node}"
 
 
 def read(store: Any, key: str) -> Any:

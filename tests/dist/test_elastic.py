@@ -7,7 +7,7 @@ import pytest
 from tests.elastic import PHASES, TWICE, Death, Outcome, Task, compare, run
 from tests.wide import cases, wide
 
-NOW = ("forward", "stepped")
+NOW = ("stepped",)
 
 
 def survived(task: Task) -> Outcome:
@@ -48,6 +48,39 @@ def test_replicas(phase: str) -> None:
     """Nothing is copied: whoever is left has everything."""
     out = survived(Task("ddp", deaths=(Death(0, 3, phase),)))
     assert all(d.held_bytes == 0 for d in out.done.values())
+
+
+@pytest.mark.parametrize("phase", cases(PHASES, ("forward",)))
+def test_copies_every_third_step(phase: str) -> None:
+    """The steps since then are done again, with batches that were kept; lost once where there is a copy of the version, once where there is none."""
+    for step in (3, 5) if phase not in ("commit", "copy") else (3,):  # which there is none of at 5
+        out = survived(Task(every=3, steps=7, deaths=(Death(1, step, phase),)))
+        for done in out.done.values():
+            (r,) = done.recoveries
+            assert r.version in (0, 3, 6) and r.version <= step + 1
+
+
+@wide
+def test_another_is_lost_with_copies_every_second_step() -> None:
+    for phase in (*TWICE, "backward", "commit"):
+        survived(Task(every=2, steps=8, survive=2, deaths=(Death(1, 4, "backward"), Death(3, 4, phase, 1))))
+
+
+@pytest.mark.parametrize("phase", cases(PHASES, ("stepped",)))
+def test_a_node_is_lost(phase: str) -> None:
+    """With its agent and all its workers at once: what they had is on the other node."""
+    task = Task(nodes=(2, 2), survive=2, deaths=(Death(2, 3, phase, how="with its node"),))
+    out = run(task)
+    compare(task, out, {2, 3})
+    assert all("with its node" in why for _, why in out.lost)
+    assert all(d.recoveries[-1].ranks == 2 and d.captured == 0 for d in out.done.values())
+
+
+@wide
+@pytest.mark.parametrize("worker", range(1, 5))
+def test_a_worker_of_several_nodes_is_lost(worker: int) -> None:
+    """Nodes of different sizes."""
+    survived(Task(nodes=(1, 2, 2), ranks=5, deaths=(Death(worker, 3, "backward"),)))
 
 
 def test_two_at_once() -> None:

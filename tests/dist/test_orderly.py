@@ -45,6 +45,7 @@ def twice(again: str) -> None:
     gathered((2, 2))
 
 
+@wide
 def test_collectives_of_a_group_run_one_after_another(tmp_path: Path) -> None:
     run(twice, 4, str(tmp_path / "again"))
 

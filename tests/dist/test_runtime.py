@@ -237,7 +237,7 @@ def _train(layout: str, before: bool) -> None:
     assert model.config is not None and model.config.hidden_size == 32
 
 
-@pytest.mark.parametrize(("layout", "before"), cases([("tp", True), ("fsdp+tp", False)], [("fsdp+tp", False)]))
+@pytest.mark.parametrize(("layout", "before"), cases([("tp", True), ("fsdp+tp", False)], ()))
 def test_optimizer_before_or_after(layout: str, before: bool) -> None:
     run(_train, 4, layout, before)
 

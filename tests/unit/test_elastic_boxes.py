@@ -8,7 +8,7 @@ import random
 import pytest
 
 from autopar.elastic.boxes import ALIGNED, Box, Spec, common, elements, moves, offsets, within
-from autopar.elastic.protocol import Shard, sources, ward
+from autopar.elastic.protocol import Shard, partner, sources, stride_over, ward
 
 
 def inside(box: Box) -> set[tuple[int, ...]]:
@@ -69,3 +69,20 @@ def test_tensors_lie_aligned_and_apart() -> None:
     specs = (Spec("a", (3,), "float16", 2, None), Spec("b", (), "float64", 8, None), Spec("c", (5,), "float32", 4, 0))
     at, length = offsets(specs, 1, 2)
     assert at == {"a": 0, "b": ALIGNED, "c": 2 * ALIGNED} and length == 3 * ALIGNED
+
+
+def nodes_of(ranks: int) -> list[tuple[int, ...]]:
+    """All ways to have so many ranks on nodes."""
+    return [(n, *more) for n in range(1, ranks) for more in nodes_of(ranks - n)] + [(ranks,)] if ranks else [()]
+
+
+@pytest.mark.parametrize("ranks", range(1, 10))
+def test_partners_are_on_other_nodes(ranks: int) -> None:
+    """Of every rank, where no node has more than half of all; else of as many as can be. So whichever node is lost, its shards are elsewhere."""
+    for sizes in nodes_of(ranks):
+        nodes = [k for k, n in enumerate(sizes) for _ in range(n)]
+        stride = stride_over(nodes)
+        to = [partner(r, ranks, stride) for r in range(ranks)]
+        assert sorted(to) == list(range(ranks)) and [ward(p, ranks, stride) for p in to] == list(range(ranks))
+        elsewhere = sum(nodes[p] != nodes[r] for r, p in enumerate(to))
+        assert elsewhere == min(ranks, 2 * (ranks - max(sizes))), (sizes, stride)

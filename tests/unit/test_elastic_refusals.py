@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 
 import autopar
 from autopar.elastic import words
+from autopar.elastic.agent import Agent
 from autopar.elastic.attach import refuse
 from autopar.elastic.supervisor import Supervisor, started
 from autopar.errors import AutoparError
@@ -188,3 +190,52 @@ def test_the_command() -> None:
         main(["--nproc-per-node", "4", "--min-procs", "5", "train.py"])
     told = subprocess.run([sys.executable, "-m", "autopar.run", "--help"], capture_output=True, text=True, check=True).stdout
     assert "--min-procs" in told
+
+
+# ---- several nodes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--nnodes", "2"], "--nnodes 2 without --coordinator"),
+        (["--nnodes", "2", "--coordinator", "here"], "--coordinator here"),
+        (["--nnodes", "2", "--coordinator", "here:70000"], "--coordinator here:70000"),
+        (["--nnodes", "2", "--node-rank", "2", "--coordinator", "here:1"], "--node-rank 2 of --nnodes 2"),
+        (["--min-procs", "3"], "--min-procs 3 of --nproc-per-node 2"),
+    ],
+)
+def test_nodes_that_mean_nothing(given: list[str], said: str) -> None:
+    with pytest.raises(AutoparError, match=said) as e:
+        main(["--nproc-per-node", "2", *given, "program.py"])
+    assert e.value.fix
+
+
+def test_a_node_that_does_not_come() -> None:
+    said: list[str] = []
+    supervisor = Supervisor(started(["program.py"]), 1, 1, said.append, nodes=3, arrive_s=0.1)
+    assert supervisor.run() == 1 and said == ["node 1, 2 of 3 has not come within 0.1 s"]
+
+
+def test_two_nodes(tmp_path: Path) -> None:
+    """Who is where; and a node whose worker fails ends with the run's status."""
+    (tmp_path / "program.py").write_text(
+        "import os, sys\nkeys = ('RANK', 'WORLD_SIZE', 'GROUP_RANK', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')\n"
+        "open(sys.argv[1] + '/' + os.environ['RANK'], 'w').write(' '.join(os.environ[k] for k in keys))\nsys.exit(int(sys.argv[2]))"
+    )
+    for code in (0, 7):
+        command = started([str(tmp_path / "program.py"), str(tmp_path), str(code)])
+        supervisor = Supervisor(command, 1, 1, lambda line: None, nodes=2)
+        agent = Agent(command, 2, 1, "127.0.0.1", supervisor.port, lambda line: None)
+        with ThreadPoolExecutor() as pool:
+            there = pool.submit(agent.run)
+            assert (supervisor.run(30.0), there.result(30.0)) == (bool(code), bool(code))
+        assert [(tmp_path / str(r)).read_text() for r in range(3)] == ["0 3 0 0 1", "1 3 1 0 2", "2 3 1 1 2"]
+
+
+def test_an_agent_without_a_supervisor() -> None:
+    said: list[str] = []
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    agent = Agent(started(["program.py"]), 1, 1, "127.0.0.1", store.port, said.append, arrive_s=0.2)
+    del store
+    assert agent.run() == 1 and "does not answer" in said[0]

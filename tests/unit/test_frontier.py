@@ -151,9 +151,7 @@ def found(mesh: str = "8", offload: bool = False, points: int = 8) -> Frontier:
     return out
 
 
-@pytest.mark.parametrize(
-    ("mesh", "offload"), cases([("8", False), ("8", True), ("4x2", False), ("2x2x2", False)], [("8", False), ("4x2", False)])
-)
+@pytest.mark.parametrize(("mesh", "offload"), cases([("8", False), ("8", True), ("4x2", False), ("2x2x2", False)], [("4x2", False)]))
 def test_points_are_pareto(mesh: str, offload: bool) -> None:
     f = found(mesh, offload)
     assert 5 <= len(f.points) <= 8 and f.complete

@@ -122,7 +122,7 @@ def flat(gm: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(gm, graph)
 
 
-@pytest.mark.parametrize(("name", "tile"), cases(product(["llama", "gemma2", "granite"], [TILE, 300]), [("llama", TILE), ("gemma2", 300)]))
+@pytest.mark.parametrize(("name", "tile"), cases(product(["llama", "gemma2", "granite"], [TILE, 300]), [("llama", TILE)]))
 def test_in_bfloat16_it_rounds_as_the_plain_step(name: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the same step in float32, errors are no larger than those of the captured step in bfloat16 that makes its logits."""
     monkeypatch.setattr(log_prob, "TILE", tile)

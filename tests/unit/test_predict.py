@@ -396,6 +396,7 @@ def test_fit_of_nothing() -> None:
         fit([])
 
 
+@wide
 def test_context_parallel_shares_attention_evenly(llama: nn.Module) -> None:
     """Each rank of two has half of what causality leaves, and sends its keys and values; the products are halved too."""
     inputs, cluster = shapes(1), Cluster.of("h100:2")
