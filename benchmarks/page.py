@@ -418,6 +418,29 @@ at most beyond what it has between steps, and a step's time, {"one process" if a
 {origin(results, "loss_head", "loss_head_planned")}"""
 
 
+def elastic(results: dict[str, Result]) -> str:
+    r = results["elastic"]
+    cost = [
+        [f"copies every {c['every']}" if c["every"] else "without `elastic=`", f"{1e3 * c['step_s']:,.1f} ms", f"{c['ratio']:.3f}"]
+        for c in r["cost"]
+    ]
+    names = ("detect_s", "group_s", "state_s", "step_s", "total_s")
+    losses = [[str(x["rank"]), *(f"{1e3 * x[k]:,.0f} ms" for k in names), size(x["moved_bytes"])] for x in r["losses"]]
+    return f"""## Surviving a process
+
+A Llama of {r["layers"]} layers and width {r["hidden"]}, `{r["layout"]}` on {r["processes"]} gloo processes of this machine ({r["backend"]}), under [the supervisor](elastic.md). From a kill in the midst of
+a step to the next finished one, by part; the slowest survivor's times. Nothing is captured or compiled in it.
+
+{table(["rank", "seen", "new group", "state moved", "step", "all", "moved"], losses)}
+
+A step's time where nobody is lost, medians over {r["rounds"]} rounds in which cases took turns. On gloo a copy takes the cores that compute meanwhile; a network of its own
+would not. Each rank kept {size(r["held_bytes"])} in host memory at most.
+
+{table(["case", "step", "ratio"], cost)}
+
+{origin(results, "elastic")}"""
+
+
 def overlap(results: dict[str, Result]) -> str:
     r = results["overlap"]
     s = r["setting"]
@@ -445,7 +468,7 @@ ratios say something. gloo was later than the link by {share(r["late_s"] / r["bu
 
 
 SECTIONS: tuple[Callable[[dict[str, Result]], str], ...] = (
-    one_curve, published, steps, equal_memory, equal_memory_measured, offloaded, planning, restructured, layouts, building, overlap, lengths, experts, loss_head, image_steps,
+    one_curve, published, steps, equal_memory, equal_memory_measured, offloaded, planning, restructured, layouts, building, overlap, lengths, experts, loss_head, elastic, image_steps,
 )  # fmt: skip
 
 

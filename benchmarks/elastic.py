@@ -1,0 +1,157 @@
+"""What surviving costs: the time from a killed process to the next finished step, by part; and a step's time where nobody is lost, with copies and without.
+
+    python -m benchmarks.elastic --out benchmarks/results/elastic.json
+    python -m benchmarks.elastic --processes 4 --hidden 256 --layers 4 --layout fsdp --every 1,4 --rounds 3
+
+A small Llama trains on gloo processes of this machine under `autopar.elastic.supervisor`. For the cost, the same training runs without `elastic=` and with copies every
+k-th step, in turn, in each round; ratios are of medians over all steps but the first three. On gloo a copy takes the cores that compute meanwhile, so what is seen here is
+an upper bound of what a network beside them would leave to see.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopar.elastic import words
+from autopar.elastic.supervisor import Supervisor, started
+from benchmarks.record import write
+
+FIRST = 3  # steps in which things are compiled, or made ahead
+LOSE_AT = 6  # steps done before the loss
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--processes", type=int, default=4)
+    p.add_argument("--layout", default="fsdp", choices=("fsdp", "ddp"))
+    p.add_argument("--backend", default="aot_eager")
+    p.add_argument("--hidden", type=int, default=256)
+    p.add_argument("--layers", type=int, default=4)
+    p.add_argument("--batch", type=int, default=12)
+    p.add_argument("--seq", type=int, default=128)
+    p.add_argument("--steps", type=int, default=15)
+    p.add_argument("--every", default="1,4", help="copies every so many steps, each a case")
+    p.add_argument("--rounds", type=int, default=2)
+    p.add_argument("--kills", type=int, default=3, help="runs with a loss, each of another rank")
+    p.add_argument("--out", type=Path)
+    p.add_argument("--worker", nargs=3, metavar=("EVERY", "LOSE", "FOLDER"), help=argparse.SUPPRESS)
+    a = p.parse_args()
+    if a.worker:
+        every, lose, folder = a.worker
+        work(a, int(every), int(lose), Path(folder))
+        return
+    cases = [0, *(int(k) for k in a.every.split(","))]
+    steps: dict[int, list[float]] = {k: [] for k in cases}
+    held = 0
+    for i in range(a.rounds):
+        for k in cases if i % 2 == 0 else reversed(cases):
+            ranks = ran(a, k, -1)
+            steps[k] += [max(r["steps_s"][s] for r in ranks) for s in range(FIRST, a.steps)]
+            held = max(held, *(r["held_bytes"] for r in ranks))
+    plain = statistics.median(steps[0])
+    cost = [{"every": k, "step_s": statistics.median(v), "ratio": statistics.median(v) / plain} for k, v in steps.items()]
+    for row in cost:
+        name = f"copies every {row['every']}" if row["every"] else "without elastic="
+        print(f"{name}: {1e3 * row['step_s']:.1f} ms a step ({row['ratio']:.3f})", flush=True)
+    print(f"kept in host memory: {held / 1e6:.1f} MB a rank at most", flush=True)
+    losses = []
+    for n in range(a.kills):
+        row = loss(a, n % a.processes)
+        losses.append(row)
+        parts = ", ".join(f"{k.removesuffix('_s')} {1e3 * row[k]:.0f}" for k in ("detect_s", "group_s", "state_s", "step_s"))
+        print(
+            f"rank {row['rank']} lost: {1e3 * row['total_s']:.0f} ms to the next finished step ({parts}); {row['moved_bytes']:,} bytes moved",
+            flush=True,
+        )
+    what = {k: getattr(a, k) for k in ("processes", "layout", "backend", "hidden", "layers", "batch", "seq", "steps", "rounds")}
+    write(a.out, "python -m benchmarks.elastic", {**what, "cost": cost, "held_bytes": held, "losses": losses})
+
+
+def loss(a: argparse.Namespace, rank: int) -> dict[str, Any]:
+    """A run that loses `rank`; the slowest survivor's times."""
+    ranks = ran(a, 1, rank)
+    died = next(r["died"] for r in ranks if "died" in r)
+    left = [r for r in ranks if "recovery" in r]
+    last = max(left, key=lambda r: float(r["redone"]))
+    done = last["recovery"]
+    assert all(r["captured"] == 0 for r in left), "something was captured after the loss"
+    return {
+        "rank": rank, "total_s": last["redone"] - died, "group_s": done["regroup_s"], "state_s": done["move_s"],
+        "detect_s": last["recovered"] - done["regroup_s"] - done["move_s"] - died, "step_s": last["redone"] - last["recovered"], "moved_bytes": done["moved_bytes"],
+    }  # fmt: skip
+
+
+def ran(a: argparse.Namespace, every: int, lose: int) -> list[dict[str, Any]]:
+    """What each worker of a run says, that which died included."""
+    with tempfile.TemporaryDirectory() as folder:
+        said: list[str] = []
+        command = ["-m", "benchmarks.elastic", *sys.argv[1:], "--worker", str(every), str(lose), folder]
+        code = Supervisor(started(command), a.processes, a.processes - 1, said.append).run(600.0)
+        if code:
+            sys.exit("\n".join(said))
+        return [json.loads(f.read_text()) for f in sorted(Path(folder).iterdir())]
+
+
+# ---- a worker ----------------------------------------------------------------------------------------------------
+
+
+def work(a: argparse.Namespace, every: int, lose: int, folder: Path) -> None:
+    import torch.distributed as dist
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import autopar
+
+    dist.init_process_group("gloo")
+    me = dist.get_rank()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=1024, hidden_size=a.hidden, intermediate_size=3 * a.hidden, num_hidden_layers=a.layers, num_attention_heads=8
+    )
+    elastic = autopar.Elastic(every=every, silence_s=60.0) if every else None
+    model = autopar.compile(
+        LlamaForCausalLM(config), {"dp": dist.get_world_size()}, layout=a.layout, backend=a.backend, optimizer="adamw", elastic=elastic
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    session = autopar.elastic.Session(model, optimizer) if elastic else None
+    generator = torch.Generator().manual_seed(1)
+    loader = [torch.randint(1024, (a.batch, a.seq), generator=generator) for _ in range(a.steps)]
+    found: dict[str, Any] = {"steps_s": [], "held_bytes": 0}
+    begun = time.perf_counter()
+    for number, ids in enumerate(session.batches(loader) if session else loader):
+        with session.step() if session else contextlib.nullcontext(number) as step:
+            loss = model(input_ids=ids, labels=ids).loss
+            if (me, step) == (lose, LOSE_AT):
+                (folder / os.environ[words.WORKER]).write_text(json.dumps({"died": time.time()}))
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found["steps_s"].append(time.perf_counter() - begun)
+        begun = time.perf_counter()
+        if session and session.recoveries and "recovered" not in found:
+            found["recovered"] = time.time()  # the step that was left; its repetition comes now
+        elif "recovered" in found and "redone" not in found:
+            found["redone"] = time.time()
+    if session:
+        found["held_bytes"] = session.holdings.bytes()
+        found["captured"] = model.programs.captured
+        for r in session.recoveries:
+            found["recovery"] = {"regroup_s": r.regroup_s, "move_s": r.move_s, "moved_bytes": r.moved.bytes}
+    (folder / os.environ[words.WORKER]).write_text(json.dumps(found))  # a number that a loss does not change
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
