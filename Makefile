@@ -1,6 +1,6 @@
 # Everything a newcomer types. Each target does its own set-up: a virtual environment in .venv, torch's CPU build, this package.
 #   make demo       train on four processes and on one, compare the curves, save, resume on two
-#   make test       lint, types and the tests that keep every promise
+#   make test       lint, types and a case of most promises
 #   make test-all   the wide ones, two hours and more: every model under Inductor, every operator on operands that lie otherwise, longer fuzzing; TURN=2/8 the third of eight parts
 #   make docs       the documentation as a site, in build/site
 #   make gpu-check  one-GPU smoke test with the torch of GPU_PYTHON; touches no network

@@ -1,4 +1,4 @@
-"""Which cases of a matrix `make test` runs, and which only `make test-all`: each promise keeps a case of its own in the first.
+"""Which cases of a matrix `make test` runs, and which only `make test-all`: most promises keep a case in the first; of some that take long there are wide cases only.
 
 All wide cases take two hours and more on two cores; `make test-all TURN=2/8` runs the third of eight parts.
 """
