@@ -17,7 +17,6 @@ import torch.distributed as dist
 from autopar.elastic import words
 
 POLL_S = 0.02
-ANSWER_S = 20.0  # the store's patience with one question
 WITH_ITS_NODE = 1 << 16  # in place of an exit code: no process has it
 FAREWELL_S = 5.0  # for agents to hear that the run is over
 
@@ -52,10 +51,10 @@ class Agent:
         try:
             # Whichever node is started first waits for the others.
             store: Any = dist.TCPStore(self.host, self.port, None, False, timedelta(seconds=self.arrive_s))
-            store.set_timeout(timedelta(seconds=ANSWER_S))
+            store.set_timeout(timedelta(seconds=words.ANSWER_S))
             words.write(store, words.came(self.node), self.size)
             return self._serve(store)
-        except (RuntimeError, OSError):
+        except RuntimeError:  # the store's; a worker that cannot be started raises OSError
             self.tell(f"node {self.node}: the supervisor at {self.host}:{self.port} does not answer")
             while any(p.poll() is None for p in self.processes.values()):
                 time.sleep(POLL_S)

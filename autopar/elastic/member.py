@@ -24,7 +24,6 @@ from autopar.elastic.protocol import stride_over
 from autopar.errors import AutoparError, LostRankError
 
 PAUSE_S = 0.005
-ANSWER_S = 20.0  # the store's patience with one question
 
 
 class StoppedError(LostRankError):
@@ -63,11 +62,11 @@ class Member:
     def _rest(self) -> None:
         """Ends the thread while Python is still there: one that comes back from the store afterwards would end the process with an abort."""
         self.ended.set()
-        self.thread.join(ANSWER_S)
+        self.thread.join(words.ANSWER_S)
 
     @staticmethod
     def _connect(host: str, port: int) -> Any:
-        return dist.TCPStore(host, port, None, False, timedelta(seconds=ANSWER_S))
+        return dist.TCPStore(host, port, None, False, timedelta(seconds=words.ANSWER_S))
 
     def _live(self) -> None:
         pause = min(0.05, self.options.silence_s / 10)
@@ -116,7 +115,7 @@ class Member:
         """Goes over to the newest generation, once there is one after this one, and all its members are here; newer ones that begin meanwhile are taken instead.
 
         Raises StoppedError where the run ends, or goes on without this process."""
-        end = time.monotonic() + self.options.silence_s + self.options.regroup_s + ANSWER_S
+        end = time.monotonic() + self.options.silence_s + self.options.regroup_s + words.ANSWER_S
         latest = self.generation
         while time.monotonic() < end:
             try:

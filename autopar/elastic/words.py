@@ -30,6 +30,7 @@ from typing import Any
 STORE = "AUTOPAR_SUPERVISOR"  # host:port
 WORKER = "AUTOPAR_WORKER"  # a number of this process, for all its life
 PREFIX = "autopar.elastic/"
+ANSWER_S = 20.0  # the store's patience with one question
 LATEST, STOPPED, SETTINGS = f"{PREFIX}latest", f"{PREFIX}stopped", f"{PREFIX}settings"
 NODES, GIVEN_UP, OVER = f"{PREFIX}nodes", f"{PREFIX}given-up", f"{PREFIX}over"
 

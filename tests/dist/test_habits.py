@@ -103,7 +103,7 @@ def test_habits_elsewhere(which: int, half: int) -> None:
 
 MORE = ("customs", "tricks")  # files whose habits are variations: one of each is in make test
 ONE_OF_EACH = ("frozen_then_thawed_by_layer", "low_rank_merged")
-# Elsewhere, habits that go the same ways through autopar as another one: losses of one number, optimizers that work element by element.
+# Of the other files, habits left to the wide part: most go the same ways through autopar as one that stays (losses of one number, optimizers by element).
 LIKE_OTHERS = frozenset(
     f"optimizer_{n}" for n in ("adam", "adamw", "adagrad", "adadelta", "adamax", "nadam", "radam", "rmsprop", "rprop", "asgd")
 ) | {

@@ -96,9 +96,15 @@ def check(results: list[list[Any]], cases: Sequence[tuple[str, bool]]) -> None:
 HERE = [("unet2d", False), ("unet2d", True), ("unet", True), ("resnet", True), ("convnext", True)]
 
 
-@pytest.mark.parametrize("sizes", [(2,), pytest.param((2, 2), marks=wide)])
-def test_equals_one_device(sizes: tuple[int, ...]) -> None:
-    cases, layout = (HERE[1:2], None) if len(sizes) == 1 else (HERE[1:3], "fsdp+tp")
+@pytest.mark.parametrize(
+    ("cases", "sizes", "layout"),
+    [
+        pytest.param(HERE[1:2], (2,), None, id="one, planned"),
+        pytest.param(HERE[3:4], (2,), None, id="another, planned", marks=wide),
+        pytest.param(HERE[1:3], (2, 2), "fsdp+tp", id="fsdp+tp", marks=wide),
+    ],
+)
+def test_equals_one_device(cases: list[tuple[str, bool]], sizes: tuple[int, ...], layout: str | None) -> None:
     check(run(every, math.prod(sizes), cases, sizes, layout, "aot_eager", 4, 8), cases)
 
 
