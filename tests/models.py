@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -152,6 +152,44 @@ def _conv_inputs(batch: int, seq: int) -> dict[str, Any]:
     return {"x": torch.randn(batch, 3, 16, 16, generator=g), "target": torch.randint(0, 12, (batch,), generator=g)}
 
 
+class ToyOutput(NamedTuple):
+    loss: torch.Tensor | None
+    logits: torch.Tensor
+
+
+class Toy(nn.Module):
+    """A decoder with a language model's parts and dropout, captured in a fraction of the time that a library's takes: for promises that no model is needed to show."""
+
+    def __init__(self, layers: int = 2, vocab: int = 96, width: int = 32, heads: int = 4, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.embedding = nn.Embedding(vocab, width)
+        self.positions = nn.Embedding(64, width)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "qkv": nn.Linear(width, 3 * width),
+                    "out": nn.Linear(width, width),
+                    "up": nn.Linear(width, 64),
+                    "down": nn.Linear(64, width),
+                }
+            )
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(width, vocab, bias=False)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> ToyOutput:
+        x = self.embedding(input_ids) + self.positions(torch.arange(input_ids.shape[1], device=input_ids.device))
+        for layer in self.layers:
+            q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in layer["qkv"](F.layer_norm(x, x.shape[-1:])).chunk(3, -1))
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + F.dropout(layer["out"](attended.transpose(1, 2).flatten(2)), self.dropout, self.training)
+            x = x + layer["down"](F.gelu(layer["up"](F.layer_norm(x, x.shape[-1:]))))
+        logits = self.head(x)
+        loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return ToyOutput(loss, logits)
+
+
 def _lora(layers: int = 2, **kw: Any) -> nn.Module:
     import peft
 
@@ -179,4 +217,6 @@ ZOO: dict[str, Zoo] = {
     "gpt2-attention": Zoo(functools.partial(_gpt2, attn_pdrop=0.0), _causal),
     "bert-attention": Zoo(functools.partial(_bert, attention_probs_dropout_prob=0.0), _bert_inputs),
     "t5-attention": Zoo(functools.partial(_t5, dropout_rate=0.0), _t5_inputs),
+    "toy": Zoo(functools.partial(Toy, dropout=0.0), _causal),
+    "toy-dropout": Zoo(Toy, _causal),
 }

@@ -44,16 +44,23 @@ def _kept(layout: str | None) -> None:
         torch.testing.assert_close(whole(q).detach(), p.detach(), rtol=1e-5, atol=1e-6)
 
 
-def _all() -> None:
+def _both_layouts() -> None:
     for layout in ("fsdp", None):
         _kept(layout)
+
+
+def test_on_two_ranks() -> None:
+    run(_both_layouts, 2)
+
+
+def _recorded() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     compare_recorded("mixtral", mesh, "all", {"output_router_logits": True, "output_hidden_states": True})
 
 
 @wide
-def test_on_two_ranks() -> None:
-    run(_all, 2)
+def test_what_transformers_records() -> None:
+    run(_recorded, 2)
 
 
 def compare_recorded(name: str, mesh: Any, outputs: str, asked: dict[str, Any]) -> None:

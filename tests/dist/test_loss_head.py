@@ -21,13 +21,16 @@ from autopar.planner.loss_head import is_chunked
 from tests.dist.launch import run
 from tests.dist.test_planned import _cluster
 from tests.heads import HEADS
-from tests.wide import cases, wide
+from tests.models import ZOO
+from tests.wide import cases
 
 BATCH, SEQ, SEED = 8, 16, 3
 
 
 def _built(name: str) -> tuple[torch.nn.Module, dict[str, Any]]:
     torch.manual_seed(SEED)
+    if name == "toy-dropout":
+        return ZOO[name].build().train(), ZOO[name].inputs(BATCH, SEQ)
     model, given, _ = HEADS[name](BATCH, SEQ)
     return model.train(), given
 
@@ -83,7 +86,9 @@ def trains(name: str, backend: str, path: str) -> tuple[bool, str]:
     return is_chunked(plan), plan.text()
 
 
-@pytest.mark.parametrize(("name", "backend"), cases([("llama", "aot_eager"), ("gpt2", "inductor")], ()))
+@pytest.mark.parametrize(
+    ("name", "backend"), cases([("toy-dropout", "aot_eager"), ("llama", "aot_eager"), ("gpt2", "inductor")], [("toy-dropout", "aot_eager")])
+)
 def test_trains_as_on_one_device(name: str, backend: str, tmp_path: Path) -> None:
     for chunked, text in run(trains, 2, name, backend, str(tmp_path / "plan.json")):
         assert chunked and "fused: a linear layer under a cross-entropy" in text
@@ -104,9 +109,9 @@ def test_hand_layouts_make_logits_unless_they_are_told(layout: str, form: str) -
     assert run(by_hand, 2, layout, form) == [form == "chunked"] * 2
 
 
-def in_parts(number: int) -> tuple[bool, int]:
+def in_parts(name: str, number: int) -> tuple[bool, int]:
     """Micro-batches of a call, whose targets are not counted evenly."""
-    model, given = _built("llama")
+    model, given = _built(name)
     eager = copy.deepcopy(model)
     torch.manual_seed(SEED)
     module = _compiled(copy.deepcopy(model), "aot_eager", loss_head="chunked", micro_batches=number)
@@ -115,14 +120,14 @@ def in_parts(number: int) -> tuple[bool, int]:
     return is_chunked(module.plan), module.plan.micro_batches
 
 
-@wide
-def test_micro_batches() -> None:
-    assert run(in_parts, 2, 2) == [(True, 2)] * 2
+@pytest.mark.parametrize("name", cases(("toy-dropout", "llama"), ("toy-dropout",)))
+def test_micro_batches(name: str) -> None:
+    assert run(in_parts, 2, name, 2) == [(True, 2)] * 2
 
 
-def of_any_length() -> bool:
+def of_any_length(name: str) -> bool:
     """One program for sequences of all lengths."""
-    model, given = _built("llama")
+    model, given = _built(name)
     eager = copy.deepcopy(model)
     torch.manual_seed(SEED)
     module = _compiled(copy.deepcopy(model), "aot_eager", loss_head="chunked", dynamic=True)
@@ -132,9 +137,9 @@ def of_any_length() -> bool:
     return is_chunked(module.plan)
 
 
-@wide
-def test_lengths_that_vary() -> None:
-    assert run(of_any_length, 2) == [True] * 2
+@pytest.mark.parametrize("name", cases(("toy-dropout", "llama"), ("toy-dropout",)))
+def test_lengths_that_vary(name: str) -> None:
+    assert run(of_any_length, 2, name) == [True] * 2
 
 
 def main() -> None:

@@ -87,8 +87,14 @@ def _trained(
 
 
 Case = tuple[str, int | str | None, str | None, bool]
-FIRST: list[Case] = [("llama", 3, "fsdp", False), ("mlp", "auto", None, False), ("masked", 4, "fsdp", True)]
-NEXT: list[Case] = [("llama", 2, None, True), ("gpt2", 2, "ddp", True), ("mlp", 3, "ddp", False), ("lora", 2, "fsdp", False)]
+FIRST: list[Case] = [("toy-dropout", 3, "fsdp", False), ("mlp", "auto", None, False), ("masked", 4, "fsdp", True)]
+NEXT: list[Case] = [
+    ("llama", 3, "fsdp", False),
+    ("llama", 2, None, True),
+    ("gpt2", 2, "ddp", True),
+    ("mlp", 3, "ddp", False),
+    ("lora", 2, "fsdp", False),
+]
 CASES = FIRST + NEXT
 LAYOUTS: list[str | None] = ["fsdp", "ddp", None]
 # A model's numbers of micro-batches and the layouts go round together: each model sees all of both, and each pair some model.
@@ -119,10 +125,10 @@ def test_equals_one_device_alone() -> None:
     assert max(found) < 2e-4, found
 
 
-def _loops() -> None:
+def _loops(name: str) -> None:
     """What a loop does besides: scales, accumulates, clips, has hooks, asks for more than the loss; and what it may not."""
-    assert _trained("llama", 3, "fsdp", scale=1024.0) < 2e-4
-    reference, batch = _built("llama")
+    assert _trained(name, 3, "fsdp", scale=1024.0) < 2e-4
+    reference, batch = _built(name)
     compiled = autopar.compile(copy.deepcopy(reference), layout="fsdp", backend="aot_eager", micro_batches=3)
     called: list[int] = []
     next(compiled.parameters()).register_post_accumulate_grad_hook(lambda p: called.append(1) if p.grad is not None else None)
@@ -153,9 +159,9 @@ def _loops() -> None:
         assert torch.allclose(compiled(**batch).logits, reference(**batch).logits, atol=1e-4)
 
 
-@wide
-def test_loops() -> None:
-    run(_loops, 2)
+@pytest.mark.parametrize("name", cases(("toy", "llama"), ("toy",)))
+def test_loops(name: str) -> None:
+    run(_loops, 2, name)
 
 
 def _refused() -> list[str]:

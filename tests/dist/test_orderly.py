@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,12 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from autopar import _torch
 from autopar.distributed.groups import Groups
 from tests.dist.launch import run
-from tests.wide import wide
+from tests.wide import cases, wide
 
-COUNT, IN_FLIGHT = 100, 8
+IN_FLIGHT = 8
 
 
-def gathered(sizes: tuple[int, ...]) -> None:
+def gathered(sizes: tuple[int, ...], count: int) -> None:
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[: len(sizes)])
     groups = Groups(mesh)
     ops = torch.ops._c10d_functional
@@ -27,27 +28,27 @@ def gathered(sizes: tuple[int, ...]) -> None:
         assert backend.options._threads == 1
         assert backend.options._timeout == _torch.default_timeout("cpu")
         ranks = next(g for g in groups.mesh.groups(axes) if dist.get_rank() in g)
-        for i in range(COUNT):
+        for i in range(count):
             issued = [ops.all_gather_into_tensor(torch.full((4,), float(dist.get_rank() + i)), len(ranks), name) for _ in range(IN_FLIGHT)]
             for y in issued:
                 assert ops.wait_tensor(y).view(-1, 4)[:, 0].tolist() == [r + i for r in ranks]
 
 
-def twice(again: str) -> None:
+def twice(again: str, count: int) -> None:
     """Once more after the default group was destroyed and made anew."""
-    gathered((2, 2))
-    gathered((4,))
-    gathered((2, 2))  # the groups that are there
+    gathered((2, 2), count)
+    gathered((4,), count)
+    gathered((2, 2), count)  # the groups that are there
     rank, n = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.FileStore(again, n), rank=rank, world_size=n)
-    gathered((2, 2))
+    gathered((2, 2), count)
 
 
-@wide
-def test_collectives_of_a_group_run_one_after_another(tmp_path: Path) -> None:
-    run(twice, 4, str(tmp_path / "again"))
+@pytest.mark.parametrize("count", cases((20, 100), (20,)))
+def test_collectives_of_a_group_run_one_after_another(count: int, tmp_path: Path) -> None:
+    run(twice, 4, str(tmp_path / "again"), count)
 
 
 LEAVES = """

@@ -26,7 +26,7 @@ from tests.dist.launch import run
 from tests.dist.test_pipelines import BATCH, SEED, built
 from tests.dist.trained import difference
 from tests.models import ZOO
-from tests.wide import wide
+from tests.wide import cases, wide
 
 
 class Mlp(nn.Module):
@@ -64,8 +64,8 @@ def _equal_gradients(reference: nn.Module, compiled: nn.Module) -> None:
             assert difference(want, q.grad) < 2e-5, n
 
 
-def _loops(folder: str) -> None:
-    reference, batch = built("gpt2", 2)
+def _loops(name: str, folder: str) -> None:
+    reference, batch = built(name, 2)
     compiled = _compiled(reference)
     optimizers = [torch.optim.AdamW(m.parameters(), 1e-3, eps=1e-3) for m in (reference, compiled)]
 
@@ -121,21 +121,21 @@ def _loops(folder: str) -> None:
         m.zero_grad()
     with pytest.raises(InputError, match="do not make 4 micro-batches"):
         compiled(**{k: v[:6] for k, v in batch.items()})
-    assert hasattr(compiled, "generate")
-    for call in (compiled.generate, lambda x: compiled.save_pretrained(folder), copy.deepcopy):
+    of_transformers = (compiled.generate, lambda x: compiled.save_pretrained(folder)) if name == "gpt2" else ()
+    for call in (*of_transformers, copy.deepcopy):
         with pytest.raises(AutoparError, match="needs all of the model"):
             call(compiled if call is copy.deepcopy else batch["input_ids"])
 
     # A checkpoint of the pipeline: on one device, in a pipeline before its first call, and after.
     torch.manual_seed(compiled.rng_state()["seed"])
     autopar.checkpoint.save(folder, compiled, optimizers[1], step=3)
-    again, _ = built("gpt2", 2)
+    again, _ = built(name, 2)
     state = torch.optim.AdamW(again.parameters(), 1e-3, eps=1e-3)
     assert autopar.checkpoint.load(folder, again, state)["step"] == 3
     theirs = dict(again.named_parameters())
     for n, q in compiled.named_parameters():
         assert torch.equal(theirs[n].detach(), q.full_tensor()), n
-    later, _ = built("gpt2", 2)
+    later, _ = built(name, 2)
     resumed = _compiled(later)
     fresh = torch.optim.AdamW(resumed.parameters(), 1e-3, eps=1e-3)
     autopar.checkpoint.load(folder, resumed, fresh)
@@ -159,10 +159,10 @@ def _loops(folder: str) -> None:
         compiled.load_state_dict({})
 
 
-@wide
-def test_loops() -> None:
+@pytest.mark.parametrize("name", cases(("toy-dropout", "gpt2"), ("toy-dropout",)))
+def test_loops(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        run(_loops, 2, folder)
+        run(_loops, 2, name, folder)
 
 
 def _refused() -> list[str]:
@@ -291,9 +291,10 @@ def test_a_rank_that_does_not_come_is_said_with_the_action() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--processes", type=int, default=2)
-    n = parser.parse_args().processes
+    parser.add_argument("--model", default="gpt2")
+    n, name = parser.parse_args().processes, parser.parse_args().model
     with tempfile.TemporaryDirectory() as folder:
-        run(_loops, n, folder)
+        run(_loops, n, name, folder)
     print("loops: as on one device")
 
 

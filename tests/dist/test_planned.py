@@ -36,7 +36,7 @@ from autopar.planner.planning import Planned
 from autopar.planner.propagate import propagate
 from tests.dist.launch import run
 from tests.models import ZOO
-from tests.wide import cases, wide
+from tests.wide import cases
 
 BATCH, SEQ, SEED = 8, 16, 3
 AXES = ("dp", "tp", "pp")
@@ -183,42 +183,54 @@ def _local_inputs() -> None:
     assert model.plan.data_size == 1 and (model.data_rank, model.data_world) == (rank, 2)
 
 
-def _accumulation() -> None:
+BUILT = ("net", "llama")
+
+
+def _built(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A model and its batch, in which equal numbers of positions count, so that the mean of micro-batches' means is the mean."""
+    if name == "net":
+        return Net(), {"x": torch.randn(BATCH, 16, generator=torch.Generator().manual_seed(0))}
+    batch = ZOO[name].inputs(BATCH, SEQ)
+    return _model(name), {**batch, "labels": batch["input_ids"]}
+
+
+def _accumulation(name: str) -> None:
     """Micro-batches of a planned step; this machine is planned for, by default."""
-    model, one, batch = autopar.compile(_model(), _mesh(2), backend="aot_eager", inputs="local"), _model(), ZOO["llama"].inputs(BATCH, SEQ)
-    batch["labels"] = batch["input_ids"]  # equal counts, so that the mean of means is the mean
-    one(**batch).loss.backward()
+    one, batch = _built(name)
+    model = autopar.compile(copy.deepcopy(one), _mesh(2), backend="aot_eager", inputs="local")
+    one(**batch)["loss"].backward()
     halves = [_part(batch, i, 2) for i in range(2)]
     mine = [_part(half, dist.get_rank(), 2) for half in halves]
     with model.no_sync():
-        (model(**mine[0]).loss / 2).backward()
+        (model(**mine[0])["loss"] / 2).backward()
     assert all(p.grad is None for p in model.parameters())
-    (model(**mine[1]).loss / 2).backward()
+    (model(**mine[1])["loss"] / 2).backward()
     _assert_gradients(model, one)
     assert model.plan.cluster == "cpu:1x2" and model.plan.layout == "planned"
 
 
-def _given(folder: str) -> None:
+def _given(name: str, folder: str) -> None:
     """A plan through its file: the same plan, the same gradients; refused for another mesh, another model, or when cut short."""
-    mesh, batch, path = _mesh(2), ZOO["llama"].inputs(BATCH, SEQ), Path(folder) / "plan.json"
-    one, first = _model(), _compiled(mesh, example_inputs=batch)
-    one(**batch).loss.backward()
+    mesh, path = _mesh(2), Path(folder) / "plan.json"
+    one, batch = _built(name)
+    first = _compiled(mesh, copy.deepcopy(one).train(), example_inputs=batch)
+    one(**batch)["loss"].backward()
     if dist.get_rank() == 0:
         save(first.plan, path)
         path.with_name("cut.json").write_bytes(path.read_bytes()[:-100])
     dist.barrier()
     for given in (path, str(path), first.plan):
-        model = _compiled(mesh, plan=given, cluster=None)
+        model = _compiled(mesh, _built(name)[0], plan=given, cluster=None)
         assert model.data_world == first.plan.data_size
-        model(**batch).loss.backward()
+        model(**batch)["loss"].backward()
         _assert_gradients(model, one)
         assert canonical(model.plan) == canonical(first.plan)
         assert {n: p.placements for n, p in model.named_parameters()} == {n: p.placements for n, p in first.named_parameters()}
-    model = _compiled(None, plan=path)  # its own mesh
+    model = _compiled(None, _built(name)[0], plan=path)  # its own mesh
     assert model._builder.groups.axes == {"dp": 2}
-    local = _compiled(mesh, plan=path, inputs="local")
+    local = _compiled(mesh, _built(name)[0], plan=path, inputs="local")
     assert local.data_world == first.plan.data_size
-    local(**_part(batch, local.data_rank, local.data_world)).loss.backward()
+    local(**_part(batch, local.data_rank, local.data_world))["loss"].backward()
     _assert_gradients(local, one)
 
     def raises(match: str, call: Callable[[], Any]) -> None:
@@ -226,25 +238,26 @@ def _given(folder: str) -> None:
             call()
 
     other = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
-    raises("made for a mesh of dp=2, this one is dp=2 x tp=1", lambda: _compiled(other, plan=path))
-    raises("made for another program", lambda: _compiled(mesh, _model(layers=3), plan=path)(**batch))
-    raises("made for another program", lambda: _compiled(mesh, plan=path)(**ZOO["llama"].inputs(BATCH // 2, SEQ)))
-    raises("cannot be read|does not fit", lambda: _compiled(mesh, plan=path.with_name("cut.json")))
-    raises("both say how", lambda: _compiled(mesh, plan=path, layout="fsdp"))
+    raises("made for a mesh of dp=2, this one is dp=2 x tp=1", lambda: _compiled(other, Net(), plan=path))
+    another = Net(torch.sigmoid) if name == "net" else _model(name, layers=3)
+    raises("made for another program", lambda: _compiled(mesh, another, plan=path)(**batch))
+    raises("made for another program", lambda: _compiled(mesh, _built(name)[0], plan=path)(**_part(batch, 0, 2)))
+    raises("cannot be read|does not fit", lambda: _compiled(mesh, Net(), plan=path.with_name("cut.json")))
+    raises("both say how", lambda: _compiled(mesh, Net(), plan=path, layout="fsdp"))
 
 
-def test_given_plans(tmp_path: Path) -> None:
-    run(_given, 2, str(tmp_path), timeout=600)
+@pytest.mark.parametrize("name", cases(BUILT, ("net",)))
+def test_given_plans(name: str, tmp_path: Path) -> None:
+    run(_given, 2, name, str(tmp_path), timeout=600)
 
 
-@wide
 def test_local_inputs() -> None:
     run(_local_inputs, 2, timeout=600)
 
 
-@wide
-def test_accumulation() -> None:
-    run(_accumulation, 2, timeout=600)
+@pytest.mark.parametrize("name", cases(BUILT, ("net",)))
+def test_accumulation(name: str) -> None:
+    run(_accumulation, 2, name, timeout=600)
 
 
 # ---- ranks that disagree or fail ---------------------------------------------------------------------------------
@@ -261,17 +274,17 @@ def _told(call: Callable[[], Any]) -> tuple[str, str]:
 
 def _refused() -> dict[str, tuple[str, str]]:
     """Ranks differ in one thing at a time; after each they are still in step with each other."""
-    rank, mesh, batch = dist.get_rank(), _mesh(2), ZOO["llama"].inputs(BATCH, SEQ)
+    rank, mesh = dist.get_rank(), _mesh(2)
     x = torch.ones(8, 16)
     plan = _compiled(mesh, Net(), example_inputs=(x,)).plan
     edited = replace(plan, cluster="another") if rank else plan
     broken = torch.randperm if rank else torch.relu  # a random operator that autopar has no form of
     cases: dict[str, Callable[[], Any]] = {
-        "model": lambda: _compiled(mesh, _model(layers=2 + rank)),
+        "model": lambda: _compiled(mesh, nn.Sequential(*(nn.Linear(4, 4) for _ in range(2 + rank)))),
         "arguments": lambda: _compiled(mesh, Net(), memory=1e9 + rank),
         "plans": lambda: _compiled(mesh, Net(), plan=edited),
-        "shapes": lambda: _compiled(mesh)(**_part(batch, 0, 1 + rank)),
-        "local shapes": lambda: _compiled(mesh, inputs="local")(**_part(batch, 0, 1 + rank)),
+        "shapes": lambda: _compiled(mesh, Net())(x=x[: 8 // (1 + rank)]),
+        "local shapes": lambda: _compiled(mesh, Net(), inputs="local")(x=x[: 8 // (1 + rank)]),
         "program": lambda: _compiled(mesh, Net(torch.sigmoid if rank else torch.relu))(x),
         "one cannot capture": lambda: _compiled(mesh, Net((lambda y: y + broken(32)) if rank else broken))(x),
     }
@@ -288,11 +301,11 @@ def test_ranks_that_disagree_are_refused() -> None:
         assert results[0][name] == results[1][name], "ranks were told different things"
     said = results[0]
     for name, kind, texts in (
-        ("model", "DisagreementError", ("rank 1 disagrees with rank 0", "parameters", "layers.2")),
+        ("model", "DisagreementError", ("rank 1 disagrees with rank 0", "parameters", "2.weight")),
         ("arguments", "DisagreementError", ("rank 1 disagrees with rank 0", "arguments", "memory=1000000001")),
         ("plans", "DisagreementError", ("rank 1 disagrees with rank 0", "the plan")),
-        ("shapes", "InputError", ("ranks 0 and 1", "input_ids")),
-        ("local shapes", "UnequalSizesError", ("ranks 0 and 1", "input_ids")),
+        ("shapes", "InputError", ("ranks 0 and 1", "x")),
+        ("local shapes", "UnequalSizesError", ("ranks 0 and 1", "x")),
         ("program", "DisagreementError", ("rank 1 disagrees with rank 0", "the program", "sigmoid", "relu")),
         ("one cannot capture", "CaptureError", ("draws random numbers",)),
     ):
@@ -324,7 +337,7 @@ def _first_raises() -> dict[str, tuple[str, str, float]]:
             out[name] = (*_told(lambda model=model: model(x)), time.monotonic() - start)
         assert model(x)["loss"] > 0  # and now it is planned
     try:
-        _compiled(mesh, memory=1000.0, example_inputs=ZOO["llama"].inputs(BATCH, SEQ))
+        _compiled(mesh, Net(), memory=1000.0, example_inputs=(x,))
     except InfeasibleError as e:
         out["memory"] = (e.constraint + e.remedy, str(e), e.shortfall_bytes)
     return out

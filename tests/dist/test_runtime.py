@@ -20,16 +20,17 @@ import autopar
 from autopar.kernels.random import EagerRandom
 from tests.dist.launch import run
 from tests.models import ZOO
-from tests.wide import cases, wide
+from tests.wide import cases
 
 BATCH, SEQ = 8, 16
+MODELS = ("toy", "llama")
 
 
 def _mesh(*sizes: int) -> Any:
     return init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")[: len(sizes)])
 
 
-def _model(name: str = "llama") -> nn.Module:
+def _model(name: str = "toy") -> nn.Module:
     torch.manual_seed(0)
     return ZOO[name].build().train()
 
@@ -53,10 +54,13 @@ def _assert_gradients(ours: nn.Module, one: nn.Module, relative: float = 1e-5) -
             assert d <= relative * float(want[n].grad.norm()) + relative / 100 * total, (n, d)
 
 
-def _accumulation(how: str, layout: str) -> None:
+ACCUMULATIONS = (("plain", "fsdp"), ("grad_accumulation", "fsdp"), ("no_sync", "ddp"))
+
+
+def _accumulation(name: str, how: str, layout: str) -> None:
     """Four micro-batches equal one batch. Without reductions in between, gradients appear only at the last."""
-    model, one = _compiled(_mesh(2), layout=layout, grad_accumulation=4 if how == "grad_accumulation" else 1), _model()
-    batch = ZOO["llama"].inputs(BATCH, SEQ)
+    model, one = _compiled(_mesh(2), _model(name), layout=layout, grad_accumulation=4 if how == "grad_accumulation" else 1), _model(name)
+    batch = ZOO[name].inputs(BATCH, SEQ)
     batch["labels"] = batch["input_ids"]  # equal counts, so that the mean of four means is the mean
     one(**batch).loss.backward()
     for i in range(4):
@@ -73,26 +77,26 @@ def _accumulation(how: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "layout"),
-    cases([("plain", "fsdp"), ("grad_accumulation", "fsdp"), ("no_sync", "ddp")], [("grad_accumulation", "fsdp")]),
+    ("name", "how", "layout"),
+    cases([(n, *h) for n in MODELS for h in ACCUMULATIONS], [("toy", *h) for h in ACCUMULATIONS]),
 )
-def test_accumulation_equals_one_batch(how: str, layout: str) -> None:
-    run(_accumulation, 2, how, layout)
+def test_accumulation_equals_one_batch(name: str, how: str, layout: str) -> None:
+    run(_accumulation, 2, name, how, layout)
 
 
-def _inputs() -> None:
+def _inputs(name: str) -> None:
     """Local shards, DTensors, and new sizes mean the same as the whole batch."""
-    mesh, batch = _mesh(2), ZOO["llama"].inputs(BATCH, SEQ)
-    one = _model()
+    mesh, batch = _mesh(2), ZOO[name].inputs(BATCH, SEQ)
+    one = _model(name)
     one(**batch).loss.backward()
-    model = _compiled(mesh, inputs="local")
+    model = _compiled(mesh, _model(name), inputs="local")
     assert (model.data_rank, model.data_world) == (dist.get_rank(), 2)
     model(**_part(batch, model.data_rank, 2)).loss.backward()
     _assert_gradients(model, one)
-    model = _compiled(mesh)
+    model = _compiled(mesh, _model(name))
     model(**{k: distribute_tensor(v, mesh, [Shard(1)]) for k, v in batch.items()}).loss.backward()
     _assert_gradients(model, one)
-    other = ZOO["llama"].inputs(BATCH // 2, SEQ // 2)
+    other = ZOO[name].inputs(BATCH // 2, SEQ // 2)
     model.zero_grad(), one.zero_grad()
     placements = {n: p.placements for n, p in model.named_parameters()}
     model(**other).loss.backward()
@@ -101,24 +105,25 @@ def _inputs() -> None:
     assert placements == {n: p.placements for n, p in model.named_parameters()}
 
 
-def test_inputs() -> None:
-    run(_inputs, 2)
+@pytest.mark.parametrize("name", cases(MODELS, ("toy",)))
+def test_inputs(name: str) -> None:
+    run(_inputs, 2, name)
 
 
-def _precision() -> None:
+def _precision(name: str) -> None:
     """bf16 compute against eager autocast: loss to 1e-3, gradients to 3% in norm (bf16 has 8 bits: 0.4% an operation)."""
-    mesh, batch = _mesh(2), ZOO["llama"].inputs(BATCH, SEQ)
-    one = _model()
+    mesh, batch = _mesh(2), ZOO[name].inputs(BATCH, SEQ)
+    one = _model(name)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         want = one(**batch).loss
     want.backward()
-    model = _compiled(mesh, precision="bf16")
+    model = _compiled(mesh, _model(name), precision="bf16")
     got = model(**batch).loss
     got.backward()
     assert abs(float(got) - float(want)) < 1e-3 * float(want)
     _assert_gradients(model, one, 0.03)
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
-    model = _compiled(mesh)
+    model = _compiled(mesh, _model(name))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = model(**batch).loss
     got.backward()
@@ -126,8 +131,9 @@ def _precision() -> None:
     _assert_gradients(model, one, 0.03)
 
 
-def test_bf16_and_autocast() -> None:
-    run(_precision, 2)
+@pytest.mark.parametrize("name", cases(MODELS, ("toy",)))
+def test_bf16_and_autocast(name: str) -> None:
+    run(_precision, 2, name)
 
 
 class Net(nn.Module):
@@ -155,23 +161,32 @@ def _outputs() -> None:
     (one(x2, scale=2.0)["y"] ** 2).sum().backward()
     _assert_gradients(model, one)
     torch.testing.assert_close(x.grad, x2.grad)
-    llama, batch = _compiled(mesh), ZOO["llama"].inputs(BATCH, SEQ)
-    out = llama(**batch)
-    assert out.loss is out["loss"] is out[0] and out.loss.dim() == 0 and not isinstance(out.loss, DTensor)
-    torch.testing.assert_close(out.logits, _model()(**batch).logits, rtol=1e-4, atol=1e-5)  # computed when it is asked for
-    assert (
-        llama.programs.captured == 2 and not llama(**batch).__class__.__name__.startswith("Loss") and llama.programs.captured == 2
-    )  # and from then on at once
-    everything = _compiled(mesh, outputs="all")(**batch)
-    torch.testing.assert_close(everything.logits, _model()(**batch).logits, rtol=1e-4, atol=1e-5)
-    llama.eval()
+
+
+def _logits(name: str) -> None:
+    """What a step leaves out is computed when it is asked for, and from then on at once."""
+    mesh, batch = _mesh(2), ZOO[name].inputs(BATCH, SEQ)
+    one, model = _model(name), _compiled(mesh, _model(name))
+    out = model(**batch)
+    assert out.loss is out[0] and out.loss.dim() == 0 and not isinstance(out.loss, DTensor)
+    assert name == "toy" or out.loss is out["loss"]
+    torch.testing.assert_close(out.logits, one(**batch).logits, rtol=1e-4, atol=1e-5)
+    assert model.programs.captured == 2
+    assert not model(**batch).__class__.__name__.startswith("Loss") and model.programs.captured == 2
+    everything = _compiled(mesh, _model(name), outputs="all")(**batch)
+    torch.testing.assert_close(everything.logits, one(**batch).logits, rtol=1e-4, atol=1e-5)
+    model.eval()
     with torch.no_grad():
-        torch.testing.assert_close(llama(**batch).logits, _model().eval()(**batch).logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model(**batch).logits, one.eval()(**batch).logits, rtol=1e-4, atol=1e-5)
 
 
-@wide
 def test_outputs() -> None:
     run(_outputs, 2)
+
+
+@pytest.mark.parametrize("name", cases(MODELS, ("toy",)))
+def test_outputs_that_the_step_leaves_out(name: str) -> None:
+    run(_logits, 2, name)
 
 
 def _local_outputs(layout: str | None) -> None:
@@ -196,7 +211,7 @@ def test_outputs_of_local_inputs(layout: str | None) -> None:
 
 def _frozen() -> None:
     mesh, batch = _mesh(2), ZOO["llama"].inputs(BATCH, SEQ)
-    one, other = _model(), _model()
+    one, other = _model("llama"), _model("llama")
     for m in (one, other):
         for n, p in m.named_parameters():
             p.requires_grad_("layers.1" in n)
@@ -214,10 +229,10 @@ def test_frozen_parameters_cost_nothing() -> None:
     run(_frozen, 2)
 
 
-def _train(layout: str, before: bool) -> None:
+def _train(name: str, layout: str, before: bool) -> None:
     """The optimizer may be built before the first call, although that call moves parameters to other placements."""
-    model, one = _compiled(_mesh(2, 2), layout=layout), _model()
-    batch = ZOO["llama"].inputs(BATCH, SEQ)
+    model, one = _compiled(_mesh(2, 2), _model(name), layout=layout), _model(name)
+    batch = ZOO[name].inputs(BATCH, SEQ)
     if not before:
         model.prepare(**batch)
     ours, theirs = torch.optim.AdamW(model.parameters(), lr=1e-2), torch.optim.AdamW(one.parameters(), lr=1e-2)
@@ -234,12 +249,16 @@ def _train(layout: str, before: bool) -> None:
             o.zero_grad()
         assert len(hooked) == (i + 1) * len(list(model.parameters()))
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in one.named_parameters()]
-    assert model.config is not None and model.config.hidden_size == 32
+    if name == "llama":
+        assert model.config is not None and model.config.hidden_size == 32
 
 
-@pytest.mark.parametrize(("layout", "before"), cases([("tp", True), ("fsdp+tp", False)], ()))
-def test_optimizer_before_or_after(layout: str, before: bool) -> None:
-    run(_train, 4, layout, before)
+BUILT = [(n, layout, before) for n in MODELS for layout, before in (("tp", True), ("fsdp+tp", False))]
+
+
+@pytest.mark.parametrize(("name", "layout", "before"), cases(BUILT, BUILT[:2]))
+def test_optimizer_before_or_after(name: str, layout: str, before: bool) -> None:
+    run(_train, 4, name, layout, before)
 
 
 def _batchnorm() -> None:
@@ -261,10 +280,10 @@ def test_batchnorm_statistics_are_global() -> None:
     run(_batchnorm, 2)
 
 
-def _dropout() -> None:
-    mesh, batch = _mesh(2), ZOO["gpt2"].inputs(BATCH, SEQ)
+def _dropout(name: str) -> None:
+    mesh, batch = _mesh(2), ZOO[name].inputs(BATCH, SEQ)
     torch.manual_seed(11)
-    one, model = _model("gpt2"), _compiled(mesh, _model("gpt2"))
+    one, model = _model(name), _compiled(mesh, _model(name))
     torch.manual_seed(5)
     for i in range(3):
         got = model(**batch).loss
@@ -281,8 +300,9 @@ def _dropout() -> None:
     assert float(a) != float(b)
 
 
-def test_dropout_follows_the_seed() -> None:
-    run(_dropout, 2)
+@pytest.mark.parametrize("name", cases(("toy-dropout", "gpt2"), ("toy-dropout",)))
+def test_dropout_follows_the_seed(name: str) -> None:
+    run(_dropout, 2, name)
 
 
 class Branches(nn.Module):
@@ -307,7 +327,7 @@ class Shuffled(nn.Module):
 
 
 def _errors() -> None:
-    mesh, batch = _mesh(2), ZOO["llama"].inputs(BATCH, SEQ)
+    mesh, batch = _mesh(2), ZOO["toy"].inputs(BATCH, SEQ)
 
     def raises(match: str, call: Callable[[], Any]) -> None:
         with pytest.raises(autopar.AutoparError, match=match):
@@ -326,7 +346,7 @@ def _errors() -> None:
     raises("unknown precision", lambda: _compiled(mesh, precision="fp12"))
     raises("there is no plan yet", lambda: _compiled(mesh).plan)
     model = _compiled(mesh)
-    model.model.layers[0].register_full_backward_hook(lambda *a: None)
+    model.head.register_full_backward_hook(lambda *a: None)
     raises("module backward hooks", lambda: model(**batch))
     model = _compiled(mesh, optimizer="sgd")
     model(**batch).loss.backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,6 +21,11 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return d if math.isfinite(d) else math.inf
 
 
+def _loss(out: Any) -> torch.Tensor:
+    loss: torch.Tensor = out["loss"] if isinstance(out, Mapping) else out.loss
+    return loss
+
+
 def trained_beside(
     reference: nn.Module, compiled: Any, batch: dict[str, Any], seed: int, steps: int, local: bool = False, scale: float = 1.0
 ) -> dict[str, float]:
@@ -35,11 +41,11 @@ def trained_beside(
     samples = len(next(iter(batch.values())))
     for step in range(steps):
         with EagerRandom(seed, step):
-            loss = reference(**batch)["loss"]
+            loss = _loss(reference(**batch))
             (loss * scale).backward()
         each = samples // compiled.data_world if local else samples
         first = each * compiled.data_rank if local else 0
-        mine = compiled(**{k: v[first : first + each] for k, v in batch.items()})["loss"]
+        mine = _loss(compiled(**{k: v[first : first + each] for k, v in batch.items()}))
         assert mine.dim() == 0
         (mine * scale).backward()
         note("loss", loss.detach(), mine.detach())
