@@ -19,9 +19,8 @@ from autopar.runtime import compile_cache
 from autopar.runtime.step import Step
 from tests.dist.launch import run
 from tests.dist.test_lost import Net
-from tests.wide import wide
 
-PATIENCE_S = 15.0
+PATIENCE_S = 8.0
 
 
 def _x() -> torch.Tensor:
@@ -108,7 +107,6 @@ def _ages(folder: str) -> str:
     return "no error"
 
 
-@wide
 def test_processes_of_different_age(tmp_path: object) -> None:
     first, _, second, _, _ = run(_ages, 5, str(tmp_path), timeout=200, patience_s=PATIENCE_S)
     assert second.startswith("KeyError")

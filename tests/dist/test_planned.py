@@ -134,7 +134,9 @@ def train(name: str, sizes: tuple[int, ...], steps: int, layers: int = 2, **opti
     }
 
 
-@pytest.mark.parametrize(("name", "sizes"), cases([("llama", (2,)), ("llama", (2, 2)), ("gpt2", (4,)), ("t5", (2,))], [("llama", (2,))]))
+@pytest.mark.parametrize(
+    ("name", "sizes"), cases([("toy", (2,)), ("llama", (2,)), ("llama", (2, 2)), ("gpt2", (4,)), ("t5", (2,))], [("toy", (2,))])
+)
 def test_trains_like_one_device(name: str, sizes: tuple[int, ...]) -> None:
     results = run(train, math.prod(sizes), name, sizes, 3, timeout=600)
     assert all(r == results[0] for r in results), "ranks hold different plans"

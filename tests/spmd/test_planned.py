@@ -153,7 +153,10 @@ def test_little_memory(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "shares"),
-    cases([("llama", (0.4, 0.7)), ("llama", (0.2, 0.6, 0.8)), ("gpt2", (0.2, 0.4, 0.6, 0.8))], ()),
+    cases(
+        [("toy-dropout", (0.4, 0.7)), ("llama", (0.4, 0.7)), ("llama", (0.2, 0.6, 0.8)), ("gpt2", (0.2, 0.4, 0.6, 0.8))],
+        [("toy-dropout", (0.4, 0.7))],
+    ),
 )
 def test_layers_with_different_policies(name: str, shares: tuple[float, ...]) -> None:
     """Between plenty and the least memory: some layers keep what others make again, and the numbers are those of one device."""

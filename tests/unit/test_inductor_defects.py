@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
-from tests.wide import wide
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +42,6 @@ class Scattered(nn.Module):
         return early.square().mean() + late.square().mean() + (last.permute(0, 2, 3, 1).reshape(64, 32) @ self.channels).square().mean()
 
 
-@wide
 def test_what_reads_a_scatter_runs_after_it() -> None:
     """torch 2.13 forgets that order when it fuses loops of different shapes on CPU, and `thrice` reads zeros (pytorch/pytorch#185509)."""
     torch.manual_seed(0)

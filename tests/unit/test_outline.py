@@ -206,7 +206,7 @@ def test_a_stack_is_left_whole_when_a_collective_is_always_in_flight() -> None:
 # ---- models --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "depth", "stacks"), cases([("llama", 5, 1), ("gpt2", 5, 1), ("t5", 4, 2)], ()))
+@pytest.mark.parametrize(("name", "depth", "stacks"), cases([("llama", 5, 1), ("gpt2", 5, 1), ("t5", 4, 2)], [("llama", 5, 1)]))
 def test_models(name: str, depth: int, stacks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer but two of a stack folds; forward and backward give the same bits as whole, dropout included."""
     torch.manual_seed(0)
@@ -234,7 +234,7 @@ def test_models(name: str, depth: int, stacks: int, monkeypatch: pytest.MonkeyPa
         saved = list(want[len(s.parts.forward_outputs) :])
 
 
-@pytest.mark.parametrize(("name", "layout"), cases([("llama", "fsdp"), ("gpt2", "fsdp+tp")], ()))
+@pytest.mark.parametrize(("name", "layout"), cases([("llama", "fsdp"), ("gpt2", "fsdp+tp")], [("llama", "fsdp")]))
 def test_overlapped_models(name: str, layout: str) -> None:
     """Collectives a layer ahead and behind cost no folding, and stand between the bodies with both halves."""
     p = prepare(ZOO[name].build(5).train(), ZOO[name].inputs(4, 8))
