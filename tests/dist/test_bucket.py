@@ -14,7 +14,7 @@ import autopar
 from autopar.errors import AutoparError
 from tests.dist.launch import run
 from tests.models import Toy
-from tests.wide import cases, wide
+from tests.wide import cases
 
 STEPS = 3
 
@@ -77,20 +77,20 @@ def test_one_device(
         assert int(joined.split(" collectives in ")[0]) > 4 and f"buckets: {joined}" in said
 
 
-def reduced_in_half(on: bool) -> Any:
+def reduced_in_half(name: str, on: bool) -> Any:
     precision = autopar.Precision(param=torch.bfloat16, reduce=torch.bfloat16)
-    model = autopar.compile(build(), (2,), layout="fsdp", backend="aot_eager", precision=precision, bucket_collectives=on)
+    model = autopar.compile(build(name), (2,), layout="fsdp", backend="aot_eager", precision=precision, bucket_collectives=on)
     return *train(model, (16,), False), "buckets:" in model.plan.text()
 
 
-@wide
-def test_switched_off_and_in_half_precision() -> None:
+@pytest.mark.parametrize("name", cases(["toy", "llama"], ["toy"]))
+def test_switched_off_and_in_half_precision(name: str) -> None:
     """Two ranks' sums do not depend on what else is in a collective: to the bit."""
-    (losses, params, said), (single, alone, nothing) = (run(reduced_in_half, 2, on)[0] for on in (True, False))
+    (losses, params, said), (single, alone, nothing) = (run(reduced_in_half, 2, name, on)[0] for on in (True, False))
     assert said and not nothing
     assert losses == single
-    for name in params:
-        assert torch.equal(params[name], alone[name]), name
+    for n in params:
+        assert torch.equal(params[n], alone[n]), n
 
 
 def test_refused() -> None:

@@ -101,7 +101,6 @@ def test_one_after_the_other_until_one_is_left() -> None:
     assert [r.ranks for r in out.done[3].recoveries] == [3, 2, 1]
 
 
-@wide
 def test_a_batch_that_does_not_divide() -> None:
     survived(Task(batch=8, deaths=(Death(2, 2, "forward"),)))
 
@@ -113,14 +112,12 @@ def test_inductor_compiles_nothing_at_a_failure(layout: str) -> None:
     assert all(d.captured == 0 and d.recoveries[0].ahead for d in out.done.values())
 
 
-@wide
 def test_more_than_was_asked_for() -> None:
     """Goes on all the same; then a step is captured and compiled, and that is said."""
     out = survived(Task(deaths=(Death(1, 2, "forward"), Death(3, 4, "forward", 1)), survive=1))
     assert [r.ahead for r in out.done[0].recoveries] == [True, False]
 
 
-@wide
 def test_neighbours_at_once_are_not_survived() -> None:
     """And every survivor says so."""
     out = run(Task(deaths=(Death(1, 3, "reduced"), Death(2, 3, "reduced")), survive=2))
@@ -131,7 +128,6 @@ def test_neighbours_at_once_are_not_survived() -> None:
         assert "start again, from the last checkpoint" in text
 
 
-@wide
 def test_fewer_than_the_least() -> None:
     out = run(Task(deaths=(Death(1, 2, "forward"),), least=4))
     assert out.code == 1 and set(out.errors) == {0, 2, 3}, (out.said, out.errors)

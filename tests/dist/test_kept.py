@@ -11,7 +11,6 @@ import autopar
 from tests.dist.launch import run
 from tests.eager import Net, seeded, trained, whole
 from tests.models import ZOO
-from tests.wide import wide
 
 
 class Kept(Net):
@@ -58,7 +57,6 @@ def _recorded() -> None:
     compare_recorded("mixtral", mesh, "all", {"output_router_logits": True, "output_hidden_states": True})
 
 
-@wide
 def test_what_transformers_records() -> None:
     run(_recorded, 2)
 

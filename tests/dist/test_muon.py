@@ -12,7 +12,6 @@ import autopar
 from autopar import _torch
 from tests.dist.launch import run
 from tests.dist.test_habits import whole
-from tests.wide import wide
 
 
 def trained(cases: tuple[tuple[str, tuple[int, ...]], ...]) -> list[tuple[float, int]]:
@@ -48,7 +47,6 @@ def trained(cases: tuple[tuple[str, tuple[int, ...]], ...]) -> list[tuple[float,
     return out
 
 
-@wide
 def test_a_mesh_of_two_dims() -> None:
     for each in zip(*run(trained, 4, (("fsdp+tp", (2, 2)), ("fsdp", (2, 2)))), strict=True):
         assert all(error < 1e-6 for error, _ in each)

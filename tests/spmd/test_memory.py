@@ -130,7 +130,7 @@ def test_one_device(name: str) -> None:
         assert found.policies[1:] != everything.policies[1:], found
 
 
-@pytest.mark.parametrize("name", cases(["llama", "bert"], ()))
+@pytest.mark.parametrize("name", cases(["toy-dropout", "llama", "bert"], ["toy-dropout"]))
 def test_four_devices(name: str) -> None:
     """Here the passes cut the stretches that parameters are gathered for by what they find in the graph, a little otherwise than the plan."""
     size = 2, 128, 32

@@ -81,7 +81,6 @@ def test_what_does_not_fit_with_logits_may_fit_without(plans: dict[tuple[str, An
     assert auto.ops == plans["chunked", TIGHT].ops
 
 
-@wide
 def test_of_least_memory() -> None:
     assert is_chunked(planned("auto", "least"))
 

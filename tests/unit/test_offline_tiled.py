@@ -180,5 +180,5 @@ def test_meshes_in_any_order(tmp_path: Path) -> None:
     assert len({hashlib.sha256(x.encode()).hexdigest() for x in alone.values()}) == 3
     c = models.config(str(config))
     for mesh in (*meshes[::-1], meshes[-1]):
-        again = autopar.plan(models.build(c), models.inputs(c, 16, 256), "h100:8", mesh, precision="bf16")
+        again = autopar.plan(models.build(c), models.inputs(c, 16, 256), "h100:8", mesh, precision="bf16", micro_batches="auto")
         assert canonical(again) == alone[mesh], mesh
