@@ -163,6 +163,11 @@ def test_what_cannot_be_captured_is_told_of_the_whole() -> None:
 # ---- several plans in a process ------------------------------------------------------------------------------------
 
 
+def decided(plan: Plan) -> str:
+    """Without the solver's account: how far its bound comes depends on how fast the machine is."""
+    return canonical(dataclasses.replace(plan, solver={}))
+
+
 @wide
 def test_meshes_in_any_order(tmp_path: Path) -> None:
     """Each as it is made in a process of its own."""
@@ -176,9 +181,9 @@ def test_meshes_in_any_order(tmp_path: Path) -> None:
         call = ["plan", str(config), "--cluster", "h100:8", "--mesh", mesh, "--batch", "16", "--seq", "256", "-o", str(out)]
         done = subprocess.run([sys.executable, "-m", "autopar", *call], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        alone[mesh] = canonical(Plan.load(out))
+        alone[mesh] = decided(Plan.load(out))
     assert len({hashlib.sha256(x.encode()).hexdigest() for x in alone.values()}) == 3
     c = models.config(str(config))
     for mesh in (*meshes[::-1], meshes[-1]):
         again = autopar.plan(models.build(c), models.inputs(c, 16, 256), "h100:8", mesh, precision="bf16", micro_batches="auto")
-        assert canonical(again) == alone[mesh], mesh
+        assert decided(again) == alone[mesh], mesh
