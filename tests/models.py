@@ -157,34 +157,34 @@ class ToyOutput(NamedTuple):
     logits: torch.Tensor
 
 
+class ToyLayer(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 64), nn.Linear(64, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(F.layer_norm(x, x.shape[-1:])).chunk(3, -1))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + F.dropout(self.out(attended.transpose(1, 2).flatten(2)), self.dropout, self.training)
+        y: torch.Tensor = x + self.down(F.gelu(self.up(F.layer_norm(x, x.shape[-1:]))))
+        return y
+
+
 class Toy(nn.Module):
     """A decoder with a language model's parts and dropout, captured in a fraction of the time that a library's takes: for promises that no model is needed to show."""
 
     def __init__(self, layers: int = 2, vocab: int = 96, width: int = 32, heads: int = 4, dropout: float = 0.1) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
-        self.embedding = nn.Embedding(vocab, width)
-        self.positions = nn.Embedding(64, width)
-        self.layers = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "qkv": nn.Linear(width, 3 * width),
-                    "out": nn.Linear(width, width),
-                    "up": nn.Linear(width, 64),
-                    "down": nn.Linear(64, width),
-                }
-            )
-            for _ in range(layers)
-        )
+        self.embedding, self.positions = nn.Embedding(vocab, width), nn.Embedding(64, width)
+        self.layers = nn.ModuleList(ToyLayer(width, heads, dropout) for _ in range(layers))
         self.head = nn.Linear(width, vocab, bias=False)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> ToyOutput:
         x = self.embedding(input_ids) + self.positions(torch.arange(input_ids.shape[1], device=input_ids.device))
         for layer in self.layers:
-            q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in layer["qkv"](F.layer_norm(x, x.shape[-1:])).chunk(3, -1))
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + F.dropout(layer["out"](attended.transpose(1, 2).flatten(2)), self.dropout, self.training)
-            x = x + layer["down"](F.gelu(layer["up"](F.layer_norm(x, x.shape[-1:]))))
+            x = layer(x)
         logits = self.head(x)
         loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return ToyOutput(loss, logits)
