@@ -368,6 +368,23 @@ torch.compile's; the machine was busy, so only the ratio says something.
 {origin(results, "lengths")}"""
 
 
+def second_start(results: dict[str, Result]) -> str:
+    r = results["second_start"]
+    stages = list(dict.fromkeys(stage for x in r["runs"].values() for stage in x["stages_s"]))
+    rows = [
+        [name, f"{x['total_s']:.1f} s", f"{x['imports_s']:.1f} s", *(f"{x['stages_s'][s]:.1f} s" if s in x["stages_s"] else "" for s in stages)]
+        for name, x in r["runs"].items()
+    ]
+    return f"""## The second start of a program
+
+From the start of the interpreter to the end of the first optimizer step of the demo's program on {r["processes"]} processes of two cores, as rank 0 tells it: with empty caches, then with plans
+and Inductor's kernels kept by the first start, then with kernels alone.
+
+{table(["start", "in all", "imports", *stages], rows)}
+
+{origin(results, "second_start")}"""
+
+
 def experts(results: dict[str, Result]) -> str:
     r = results["experts"]
     rows = [
@@ -468,7 +485,7 @@ ratios say something. gloo was later than the link by {share(r["late_s"] / r["bu
 
 
 SECTIONS: tuple[Callable[[dict[str, Result]], str], ...] = (
-    one_curve, published, steps, equal_memory, equal_memory_measured, offloaded, planning, restructured, layouts, building, overlap, lengths, experts, loss_head, elastic, image_steps,
+    one_curve, published, steps, equal_memory, equal_memory_measured, offloaded, planning, restructured, layouts, building, overlap, lengths, second_start, experts, loss_head, elastic, image_steps,
 )  # fmt: skip
 
 
