@@ -1,7 +1,7 @@
 """TRL: supervised fine-tuning, and preferences (DPO) with a frozen reference, of a small model made from a config.
 
-    python examples/train_trl.py --plain [--dpo]                     one process, ordinary PyTorch
-    torchrun --nproc-per-node 4 examples/train_trl.py [--dpo]        four processes, the same losses
+    python examples/train_trl.py --plain [--dpo | --packing]         one process, ordinary PyTorch
+    torchrun --nproc-per-node 4 examples/train_trl.py [--dpo | --packing]  four processes, the same losses
 
 Their trainers put a forward of their own into the model before they train it, so the model is passed as it is, and compiled by the class that `autopar.trainer` makes.
 """
@@ -54,6 +54,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--plain", action="store_true", help="ordinary PyTorch on one process")
     parser.add_argument("--dpo", action="store_true", help="preferences; default: supervised fine-tuning")
+    parser.add_argument(
+        "--packing", action="store_true", help='examples joined and cut into rows of one length (packing_strategy="wrapped")'
+    )
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--folder", default="runs/trl", help="of the checkpoints; all processes see it")
     parser.add_argument("--layout", help="a hand layout, such as fsdp; default: planned")
@@ -98,6 +101,8 @@ def main() -> None:
         "max_length": LENGTH,
         "pad_to_multiple_of": LENGTH,  # a length is a program
     }
+    if args.packing:
+        options |= {"packing": True, "packing_strategy": "wrapped", "dataloader_drop_last": True}
     more: dict[str, Any] = {"args": (DPOConfig if args.dpo else SFTConfig)(**options)}
     if args.dpo:
         more["ref_model"] = copy.deepcopy(model)

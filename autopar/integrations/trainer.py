@@ -81,6 +81,12 @@ class _Sharded:
         signature = getattr(self, "_set_signature_columns_if_needed", None)
         if signature is not None:
             signature()  # of the forward that people wrote
+        if getattr(self, "padding_free", False) and self.args.world_size > 1:
+            raise AutoparError(
+                f"{type(self).__name__} joins the rows of a process into one without padding (padding_free=True, or packing with a strategy that implies it): "
+                "there is no batch to split, and processes have sequences of other lengths",
+                fix='pass packing_strategy="wrapped", whose rows are all of one length, or padding_free=False',
+            )
         switches = has_adapters(self.model)
         self.model = self.model_wrapped = self.callback_handler.model = self._compiled(self.model, "model")
         reference = getattr(self, "ref_model", None)

@@ -88,7 +88,7 @@ def test_planned(processes: int, tmp_path: Path) -> None:
 
 
 @wide
-@pytest.mark.parametrize("what", [["--dpo"], []])
+@pytest.mark.parametrize("what", [["--dpo"], [], ["--packing"]])
 def test_trl(what: list[str], tmp_path: Path) -> None:
     expected = ran(tmp_path, "train_trl.py", *what, processes=0)
     same(ran(tmp_path, "train_trl.py", *what, "--layout", "fsdp", "--folder", "runs/two", processes=2), expected)
@@ -152,6 +152,14 @@ def _adapters_and_refusals(folder: str) -> None:
     _refused(lambda: made(model=_llama(), **given).train(resume_from_checkpoint=folder), "safetensors checkpoint")
     _refused(lambda: autopar.trainer(TrainingArguments), "needs a class made of transformers' Trainer")
     _refused(lambda: autopar.trainer(Trainer, mesh, inputs="global"), "its own rows")
+
+    class Packs(Trainer):
+        """As TRL's SFTTrainer, where its arguments say so."""
+
+        padding_free = True
+
+    packs = autopar.trainer(Packs, mesh, layout="fsdp", backend="aot_eager")
+    _refused(lambda: packs(model=_llama(), **given), "joins the rows of a process into one without padding")
 
     compiled = autopar.compile(whole, mesh, layout="fsdp", inputs="local", backend="aot_eager")
     _refused(lambda: setattr(compiled, "forward", lambda x: x), "forward is replaced after autopar.compile")
