@@ -37,6 +37,7 @@ from tests.fuzz.dense import Dense
 from tests.fuzz.names import randn
 from tests.fuzz.program import Loaded, load
 from tests.fuzz.settings import Setting, randomly, size_of, with_policies
+from tests.spmd.exchange import exchanges
 from tests.spmd.simulate import STORE, Prepared, Simulated, fake_world, simulated
 from tests.spmd.test_planned import cluster
 
@@ -232,7 +233,7 @@ def _halves(sim: Simulated, values: dict[Any, Any]) -> tuple[list[Any], list[Any
     """What forward and backward give, on all ranks."""
     parts = sim.parts
     forward = lower(parts.forward, backend="aot_eager", fake_mode=None).fn
-    with torch.no_grad(), LocalTensorMode(sim.mesh.size):
+    with torch.no_grad(), LocalTensorMode(sim.mesh.size), exchanges(sim.mesh):
         out = forward([values[r] for r in parts.forward_inputs])
         k = len(parts.forward_outputs)
         if parts.backward is None:

@@ -37,6 +37,11 @@ class Exchanges(TorchDispatchMode):
         return tuple(LocalTensor(dict(enumerate(part))) for part in zip(*results, strict=True))
 
 
+def exchanges(mesh: Mesh) -> Exchanges:
+    """For the groups of a simulated world, whose names end in their axes."""
+    return Exchanges(lambda name: groups_over(tuple(name.split(".", 1)[1].split("+")), mesh))
+
+
 def groups_over(axes: tuple[str, ...], mesh: Mesh) -> Groups:
     """The ranks of every group over `axes`, the first of which is the major one."""
     groups: dict[Any, list[tuple[Any, int]]] = {}

@@ -36,7 +36,7 @@ from autopar.planner.formulation.overlap_windows import window_of
 from autopar.planner.layout import Layout
 from autopar.planner.propagate import propagate
 from autopar.solver.fold import fold
-from tests.spmd.exchange import Exchanges, groups_over
+from tests.spmd.exchange import exchanges
 
 STORE = "simulated"  # of activations kept away from the device; a test whose plan has some opens it
 
@@ -106,8 +106,7 @@ class Simulated:
         """(outputs, gradients by name, buffer updates) of one step, whole tensors in and out."""
         mesh, n = self.mesh, self.mesh.size
         values = self.values(params, buffers, tensors, seed)
-        groups = lambda name: groups_over(tuple(name.split(".", 1)[1].split("+")), mesh)  # noqa: E731
-        with torch.no_grad(), LocalTensorMode(n), Exchanges(groups):
+        with torch.no_grad(), LocalTensorMode(n), exchanges(mesh):
             out = fx.Interpreter(self.parts.forward).run(*[values[r] for r in self.parts.forward_inputs])
             k = len(self.parts.forward_outputs)
             results, saved = out[:k], out[k:]
