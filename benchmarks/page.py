@@ -372,7 +372,12 @@ def second_start(results: dict[str, Result]) -> str:
     r = results["second_start"]
     stages = list(dict.fromkeys(stage for x in r["runs"].values() for stage in x["stages_s"]))
     rows = [
-        [name, f"{x['total_s']:.1f} s", f"{x['imports_s']:.1f} s", *(f"{x['stages_s'][s]:.1f} s" if s in x["stages_s"] else "" for s in stages)]
+        [
+            name,
+            f"{x['total_s']:.1f} s",
+            f"{x['imports_s']:.1f} s",
+            *(f"{x['stages_s'][s]:.1f} s" if s in x["stages_s"] else "" for s in stages),
+        ]
         for name, x in r["runs"].items()
     ]
     return f"""## The second start of a program
