@@ -1,7 +1,7 @@
 """TRL: supervised fine-tuning, and preferences (DPO) with a frozen reference, of a small model made from a config.
 
-    python examples/train_trl.py --plain [--dpo | --packing]         one process, ordinary PyTorch
-    torchrun --nproc-per-node 4 examples/train_trl.py [--dpo | --packing]  four processes, the same losses
+    python examples/train_trl.py --plain [--dpo | --packing]                  one process, ordinary PyTorch
+    torchrun --nproc-per-node 4 examples/train_trl.py [--dpo | --packing]     four processes, the same losses
 
 Their trainers put a forward of their own into the model before they train it, so the model is passed as it is, and compiled by the class that `autopar.trainer` makes.
 """

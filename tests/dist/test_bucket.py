@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import transformers as T
 
 import autopar
 from autopar.errors import AutoparError
 from tests.dist.launch import run
-from tests.models import Toy
+from tests.models import ZOO
 from tests.wide import cases
 
 STEPS = 3
@@ -21,14 +20,7 @@ STEPS = 3
 
 def build(name: str = "llama") -> torch.nn.Module:
     torch.manual_seed(0)
-    if name == "toy":
-        return Toy(3, dropout=0.0)
-    config = T.LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=32, attn_implementation="sdpa",
-    )  # fmt: skip
-    model: torch.nn.Module = T.LlamaForCausalLM(config)
-    return model
+    return ZOO[name].build(3)
 
 
 def train(model: Any, lengths: tuple[int, ...], unreduced: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
