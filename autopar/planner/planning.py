@@ -38,12 +38,14 @@ from autopar.rules.grammar import Rule
 from autopar.solver.fold import Folded, fold, grouped, handed_on_bytes
 from autopar.solver.problem import Problem
 from autopar.solver.solve import Infeasible, Limits, Solution
+from autopar.solver.watch import watching
 from autopar.text.sizes import format_bytes
 from autopar.text.stages import Begun
 
 TOGETHER = 2, 3, 4  # layers that are taken as one where nothing fits otherwise, or nothing good
 LARGE_GAP = 0.02  # a gap, relative, from which that is tried
 LARGEST = 1500  # kinds of operators in a program of such
+LEAST_S = 10.0  # for an answer little above the smallest peak, where nothing else is within the budget
 GROUPED_S = 30.0  # for one of them, at most
 
 
@@ -159,7 +161,8 @@ def plan_graph(
         except TimeoutError:
             if least:
                 raise
-            done = budgets.within_budget(step.stages)
+            with watching(until=time.perf_counter() + max(LEAST_S, step.stages.limits.seconds)):
+                done = budgets.within_budget(step.stages)
     for larger in step.grouped(done.answer.shortfall_bytes if isinstance(done.answer, Infeasible) else 0.0):
         if not least and isinstance(done.answer, Solution) and done.answer.gap <= max(LARGE_GAP, step.stages.limits.gap):
             break

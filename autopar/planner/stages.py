@@ -23,18 +23,19 @@ from autopar.graph.mesh import Mesh
 from autopar.hardware.cluster import Cluster
 from autopar.planner.collecting import without_garbage_collection
 from autopar.planner.formulation.formulated import Formulated
-from autopar.planner.formulation.layouts import by_role, forbidden
+from autopar.planner.formulation.layouts import by_hand
 from autopar.planner.formulation.lower_bound import least_s, lower_bound_problem
 from autopar.planner.formulation.names import Names
 from autopar.planner.formulation.problem import Formulator
 from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.found import Found, arcs_of, better, is_recomputed, is_within
-from autopar.planner.layout import Layout
 from autopar.planner.low_memory import low_memory_strategies
 from autopar.planner.merged_axes import axes_said, merged
 from autopar.planner.segments import Segments, at_share, suggested
 from autopar.planner.views import View, view
 from autopar.rules.grammar import Rule
+from autopar.solver.descent import Descent, descend
+from autopar.solver.evaluate import evaluate
 from autopar.solver.fold import Folded
 from autopar.solver.frontier import EXACT, Relaxation
 from autopar.solver.problem import Problem
@@ -56,7 +57,7 @@ LARGE = 400  # kinds of operators: on two axes, too, the whole of so many is sol
 TOO_MANY = 150_000  # arcs: more do not fit the time nor the memory that planning may take
 FIRST_S = 2.0  # of the solver, for a first answer, whatever the time
 SOON_S = 4.0  # left: then axes are merged first, which gives an answer soon
-HAND_S, HAND_GAP = 20.0, 0.05  # of the solver, for a hand layout where nothing else has an answer: it hardly ever takes them
+TRIED = 3  # sets of strategies that were found without a solver, at most, for which it is asked what to keep
 LAST = 0.75  # of the time: then the whole program is given up for one that has an answer soon
 EFFORT_S, EFFORT = 6.0, 500.0  # in proportion: so many seconds, and so many times what a step takes at least
 ARCS = 6000  # that the solver gets through in a second
@@ -87,6 +88,7 @@ class Stages:
         self.start = time.perf_counter() if since is None else since
         self.is_started = since is not None
         self.has_answer = self.is_first = False
+        self.last: tuple[Mesh, Formulator, Problem] | None = None  # what was formulated last, of all that may be decided
         # Programs whose relaxations bound all plans: of all axes; what the coarse bound is made of; of what is faster than so many seconds.
         self.bounding: tuple[Problem, Names] | None = None
         self.coarse: tuple[Formulated, Problem, Formulator] | None = None
@@ -112,6 +114,8 @@ class Stages:
         if self.restrict is not None and only is None:
             problem = self.restrict(problem, names, v.rules, mesh)
         if only is None:
+            if room_s == math.inf:
+                self.last = mesh, f, problem
             self.on_progress(f"formulate {axes_said(mesh)}", time.perf_counter() - began)
         return f, problem
 
@@ -144,7 +148,7 @@ class Stages:
 
     def run(self, merge: bool = True) -> Found:
         """merge: whether axes may be merged where the program of all of them is too large, or has no answer in time. What they have then is the answer, or what
-        the layout has that is FSDP. Raises TimeoutError where even that has none."""
+        is found without a solver. Raises TimeoutError where even that has none."""
         if not self.is_started:
             self.start = time.perf_counter()
         with without_garbage_collection(), watching(most_bytes=self.limits.memory_bytes):
@@ -157,37 +161,57 @@ class Stages:
             is_large = len(v.q.classes.ops) > LARGE
             # A layout's axes have one role each: merged ones would have two.
             may_merge = merge and self.restrict is None
-            if may_merge and (axes > WHOLE_AXES or (axes > 1 and (is_soon or is_large))):
-                return self.by_merging(v)
             bound_s = -1.0
-            try:
-                self.is_first = may_merge
-                with watching(until=self.until if merge else math.inf):
-                    return self.on(v, self.mesh)
-            except TimeoutError as e:
-                if not may_merge:
-                    raise
-                bound_s = e.bound_s if isinstance(e, NoAnswer) else bound_s
-            self.is_first = False
-            if axes > 1:
+            if not (may_merge and (axes > WHOLE_AXES or (axes > 1 and (is_soon or is_large)))):
+                try:
+                    self.is_first = may_merge
+                    with watching(until=self.until if merge else math.inf):
+                        return self.on(v, self.mesh)
+                except TimeoutError as e:
+                    if not merge:
+                        raise
+                    bound_s = e.bound_s if isinstance(e, NoAnswer) else bound_s
+                self.is_first = False
+            if may_merge and axes > 1:
                 with contextlib.suppress(TimeoutError):
                     return self.by_merging(v, bound_s)
-            return self.by_hand(v, bound_s)
+            return self.by_descent(v, bound_s)
 
-    def by_hand(self, v: View, bound_s: float) -> Found:
-        """The best that is FSDP, of what is soon found."""
-        self.start = time.perf_counter()
-        self.limits = replace(self.limits, seconds=HAND_S, gap=max(self.limits.gap, HAND_GAP))
-        hand = Layout.of("fsdp", self.mesh)
-        mesh = by_role(hand, self.mesh)
-        f, problem = self.formulated(v, mesh)
-        problem = replace(problem, forbidden=problem.forbidden | forbidden(hand, problem, f.names, v.rules, mesh, self.mesh))
-        found = self.on(v, mesh, True, (f, problem))
-        if isinstance(found.answer, Solution):
-            least = max(bound_s, least_s(v.shrunk, v.rules, v.cost))
-            answer = replace(found.answer, bound_s=min(least, found.answer.objective_s), stopped_by="time")
-            return replace(found, answer=answer)
-        raise NoAnswer("not even of what is FSDP", bound_s)
+    def by_descent(self, v: View, bound_s: float) -> Found:
+        """The best that is found without a solver, of the program that was formulated last; it is asked, for a while, only where that does not fit."""
+        self.begin("descent")
+        began = time.perf_counter()
+        if self.last is None:
+            with watching(until=math.inf):
+                self.formulated(v, self.mesh if self.restrict is not None else next(merged(self.mesh)))
+        assert self.last is not None
+        mesh, f, problem = self.last
+        end = time.perf_counter() + SOON_S
+        hands = () if self.restrict is not None else by_hand(problem, f.names, v.rules, mesh, self.mesh)
+        starts = [descend(kept, late=lambda: time.perf_counter() > end)[0] for kept in hands]
+        found = [f.all_strategies(x) for x in descend(problem, starts, lambda: time.perf_counter() > end)]
+        bound_s = max(bound_s, least_s(v.shrunk, v.rules, v.cost))
+        best: Found | None = None
+        with watching(until=math.inf):
+            for strategies in found:
+                narrow, only = self.formulated(v, mesh, only=strategies)
+                decision = Descent(only).decision((0,) * len(only.choices))
+                price = evaluate(only, decision)
+                if price.feasible:
+                    spent_s = time.perf_counter() - self.start
+                    answer = Solution(decision, price, min(bound_s, price.objective_s), spent_s, "time", 0, 0)
+                    best = Found(mesh, only, narrow.names, v.shrunk, v.rules, answer, narrow.formulated())
+                    break
+            if best is None:
+                for strategies in found[:TRIED]:
+                    with contextlib.suppress(TimeoutError):
+                        best = self.cut(mesh, strategies, bound_s, best, True)
+        self.on_progress("descent", time.perf_counter() - began)
+        if best is None or not isinstance(best.answer, Solution):
+            raise NoAnswer("of what was found in time, nothing fits", bound_s)
+        self.has_answer = True
+        self.so_far(self.mesh, bound_s, best)
+        return replace(best, answer=replace(best.answer, stopped_by="time"))
 
     # ---- one program -----------------------------------------------------------------------------------------------
 

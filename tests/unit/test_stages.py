@@ -89,6 +89,7 @@ def test_one_axis_without_an_answer_is_asked_as_a_frontier_is(monkeypatch: pytes
 
 def test_no_answer_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "solve_relaxed", no_time)
+    monkeypatch.setattr(stages, "descend", no_time)
     monkeypatch.setattr(budgets, "Budgets", no_time)
     with pytest.raises(AutoparError, match=r"no answer within 60 s(?s:.*)more time"):
         planned("8")

@@ -18,8 +18,9 @@ another dim of the inputs, is followed through the graph from the inputs; what n
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.errors import LayoutError
@@ -36,6 +37,8 @@ from autopar.planner.storage import batch_placements, batch_size, representable
 from autopar.rules.grammar import Rule
 from autopar.rules.strategy import letter_at, right_of
 from autopar.solver.problem import Problem
+
+STARTS = "fsdp", "ddp", "tp", "fsdp+tp"  # what is begun from where a layout is looked for without a solver
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,16 @@ def forbidden(
         out |= {(choice, s) for s in range(len(options)) if s not in left}
     assert all(any((c, s) not in out for s in range(len(choice.labels))) for c, choice in enumerate(problem.choices))
     return frozenset(out)
+
+
+def by_hand(problem: Problem, names: Names, rules: Mapping[str, Rule], mesh: Mesh, user: Mesh) -> Iterator[Problem]:
+    """`problem`, as `forbidden` has it, with what each layout leaves that the model and the mesh allow."""
+    for name in STARTS:
+        layout = Layout.of(name, user)
+        roles = layout.tensor, layout.shard, tuple(set(layout.data) - set(layout.shard))
+        if all(any(set(mesh.children(p)) <= set(role) for role in roles) for p, n in mesh.parents.items() if n > 1):
+            with contextlib.suppress(LayoutError):
+                yield replace(problem, forbidden=problem.forbidden | forbidden(layout, problem, names, rules, mesh, user))
 
 
 class _Roles:
