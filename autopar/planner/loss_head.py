@@ -11,6 +11,7 @@ and takes what the second's takes at least (`autopar.planner.formulation.instead
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -55,21 +56,28 @@ class Form:
     least_s: Callable[[], float] = lambda: 0.0
 
 
-def better(forms: tuple[Form, ...], least: bool = False, gap: float = 0.0) -> Plan:
-    """The faster plan of those of a program's forms, or the one of the smaller peak, which says what the others take. gap: relative; what can be faster by no more is not
-    planned. Raises the last form's InfeasibleError where none fits."""
+def better(forms: tuple[Form, ...], least: bool = False, gap: float = 0.0, is_late: Callable[[], bool] = lambda: False) -> Plan:
+    """The faster plan of those of a program's forms, or the one of the smaller peak, which says what the others take; its bound is of all forms. gap: relative; what can be
+    faster by no more is not planned. is_late: whether to do with the plan that there is. Raises the last form's InfeasibleError where none fits."""
     if len(forms) == 1:
         return forms[0].planned(False)  # which may be a plan that says nothing of times: a hand layout's, that was given
     said: dict[str, str] = {}
+    bound_s: list[float] = []
     best: tuple[Form, Plan] | None = None
     failed: InfeasibleError | None = None
     for form in forms:
         if (
             best is not None
             and not least
-            and (bound_s := max(form.least_s(), float(best[1].solver.get(OTHER_FORM, 0.0)))) >= best[1].predicted["step_time_s"] * (1 - gap)
+            and (at_least_s := max(form.least_s(), float(best[1].solver.get(OTHER_FORM, 0.0))))
+            >= best[1].predicted["step_time_s"] * (1 - gap)
         ):
-            said[form.name] = f"no less than {format_time(bound_s)}"
+            said[form.name] = f"no less than {format_time(at_least_s)}"
+            bound_s.append(at_least_s)
+            continue
+        if best is not None and is_late():
+            said[form.name] = "not tried, for want of time"
+            bound_s.append(form.least_s())
             continue
         try:
             plan = form.planned(form is not forms[-1] and not least)
@@ -80,7 +88,9 @@ def better(forms: tuple[Form, ...], least: bool = False, gap: float = 0.0) -> Pl
             if best is None and failed is None:
                 raise
             said[form.name] = "no plan was found"
+            bound_s.append(form.least_s())
             continue
+        bound_s.append(float(plan.solver.get("bound_s", math.inf)))
         said[form.name] = f"{format_time(plan.predicted['step_time_s'])}, {format_bytes(plan.predicted['peak_memory_bytes'])}"
         if best is None or _figure(plan, least) < _figure(best[1], least):
             best = form, plan
@@ -88,6 +98,8 @@ def better(forms: tuple[Form, ...], least: bool = False, gap: float = 0.0) -> Pl
         assert failed is not None
         raise failed
     solver = {**best[1].solver, "loss_head": "; ".join(f"{name}: {what}" for name, what in said.items())}
+    if not least and min(bound_s) < float(solver.get("bound_s", 0.0)):
+        solver |= {"bound_s": min(bound_s), "gap": 1 - min(bound_s) / best[1].predicted["step_time_s"]}
     return replace(best[1], solver=solver).answering_as(best[1])
 
 

@@ -60,13 +60,15 @@ def _is_time(key: str) -> bool:
 
 @dataclass(frozen=True)
 class Tried(Generic[T]):
-    """What planning so many micro-batches gave. plan: None where there is none; bound_s: no plan takes less; why: there is no plan; made: what it was planned from."""
+    """What planning so many micro-batches gave. plan: None where there is none; bound_s: no plan takes less; why: there is no plan; made: what it was planned from; least_s: what
+    its operators take at least."""
 
     number: int
     plan: Plan | None
     bound_s: float
     why: str
     made: T | None
+    least_s: float = 0.0
 
     @staticmethod
     def left_out(number: int, bound_s: float) -> Tried[T]:
@@ -107,7 +109,9 @@ def fastest(
     for m in numbers:
         best = min(tried, key=lambda t: t.seconds, default=None)
         if best is not None and best.plan is not None and is_late():
-            tried.append(Tried(m, None, 0.0, "not tried, for want of time", None))
+            # The prices of parts of the data are no less than parts of the price.
+            at_least_s = max((t.least_s for t in tried if m % t.number == 0), default=0.0)
+            tried.append(Tried(m, None, at_least_s, "not tried, for want of time", None))
             continue
         bound_s = max((more_s(t.number) for t in tried if m % t.number == 0), default=0.0)
         if best is not None and bound_s >= best.seconds * (1 - gap):
@@ -120,7 +124,7 @@ def fastest(
                 tried.append(Tried.left_out(m, bound_s))
                 continue
             plan = planned(m, made)
-            tried.append(Tried(m, plan, float(plan.solver["bound_s"]), "", made))
+            tried.append(Tried(m, plan, float(plan.solver["bound_s"]), "", made, bound_s))
         except InfeasibleError as e:
             if lacking is None or e.shortfall_bytes < lacking.shortfall_bytes:
                 said = f"{e.constraint}, as {m} micro-batches"

@@ -121,7 +121,12 @@ def plan(
         )  # fmt: skip
 
     def planned(m: int, t: Task) -> Plan:
-        return better(tuple(Form(f.form, partial(planned_form, m, f, t), partial(least_s, m, f)) for f in t.forms), least, limits.gap)
+        return better(
+            tuple(Form(f.form, partial(planned_form, m, f, t), partial(least_s, m, f)) for f in t.forms), least, limits.gap, is_late
+        )
+
+    def is_late() -> bool:
+        return not limits.in_proportion and time.perf_counter() > on_progress.start + limits.seconds
 
     def least_s(m: int, t: Task) -> float:
         return m * least_of(t.folded, t.mesh_axes, t.cluster, t.training)
@@ -170,13 +175,12 @@ def plan(
                 'memory="least" asks for the smallest peak, which more micro-batches make smaller', fix="pass a number of micro_batches"
             )
         batch = batch_size(tuple(Tensor("", shape, "") for shape in shapes_of(inputs))) or 1
-        late = time.perf_counter() + limits.seconds if not limits.in_proportion else math.inf
         made, _ = fastest(
             candidates(batch),
             tasked,
             lambda m, t: min(least_s(m, f) for f in t.forms),
             planned,
-            lambda: time.perf_counter() > late,
+            is_late,
             lambda m: more.get(m, 0.0),
             limits.gap,
         )
