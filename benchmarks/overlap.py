@@ -25,6 +25,7 @@ from benchmarks.baselines.measure import median
 from benchmarks.record import write
 
 LAYOUTS = ("ddp", "fsdp", "planned")
+WHOLE = ("tp",)  # layouts that split no batch
 PEERS = {"ddp": "torch ddp", "fsdp": "torch fsdp2"}
 LATE = 0.02  # of what the links were busy: more, and the run tells nothing
 SAME = 1e-3  # losses, relative

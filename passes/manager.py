@@ -15,6 +15,7 @@ from torch import fx
 
 from autopar import _torch
 from autopar.cost import Cost
+from autopar.passes.beside import beside
 from autopar.passes.bucket import bucket
 from autopar.passes.deduplicate import deduplicate
 from autopar.passes.defer import defer
@@ -74,17 +75,22 @@ def _verify(gm: fx.GraphModule, fake_mode: object, prefix: str, after: str, have
         check_values(gm, fake_mode)
 
 
-def overlap(parts: Parts, prefix: str, cost: Cost | None = None) -> Parts:
-    """`parts` with parameters gathered ahead of their use and gradients reduced behind it, the same nodes in another order: bitwise. cost: of the cluster, whose links
-    say which collectives are joined into buckets; None: none are."""
+def overlap(parts: Parts, prefix: str, cost: Cost | None = None, joins: bool = True) -> Parts:
+    """`parts` with parameters gathered ahead of their use and gradients reduced behind it, the same nodes in another order: bitwise. cost: of the cluster, whose prices
+    say which products go beside collectives that layers wait for, and, if `joins`, which collectives are joined into buckets; None: none."""
     inputs = inputs_of(parts, False)
-    forward = _same_calls(parts.forward, prefetch(parts.forward, inputs), prefix, "prefetch")
+    forward = parts.forward
+    if cost is not None:
+        forward = _same_calls(forward, beside(forward, inputs, prefix, cost), prefix, "beside")
+    forward = _same_calls(forward, prefetch(forward, inputs), prefix, "prefetch")
     backward = parts.backward
     if backward is not None:
         inputs = inputs_of(parts, True)
+        if cost is not None:
+            backward = _same_calls(backward, beside(backward, inputs, prefix, cost), prefix, "beside")
         backward = _same_calls(backward, prefetch(backward, inputs), prefix, "prefetch")
         backward = _same_calls(backward, defer(backward, inputs), prefix, "defer")
-    if cost is not None:
+    if cost is not None and joins:
         forward = _same_results(forward, bucket(forward, prefix, cost), prefix, "bucket")
         backward = None if backward is None else _same_results(backward, bucket(backward, prefix, cost), prefix, "bucket")
     return replace(parts, forward=forward, backward=backward)

@@ -108,7 +108,7 @@ class Builder:
         self.micro_batches = chosen if isinstance(chosen, int) else 0
         self.chosen: Plan | None = None  # of as many as were chosen, until it is used
         self.opened = ""  # the store of activations that are away
-        self.links = self._links() if config.bucket_collectives and self.mesh.size > 1 else None
+        self.links = self._links() if self.mesh.size > 1 else None
 
     def arguments(self) -> tuple[tuple[Layout | None, Cluster | None], Facts]:
         """The hand layout, else what to plan for (neither where a plan is given); and what all ranks must pass alike."""
@@ -269,7 +269,7 @@ class Builder:
             self.settle({n: c for n, c in plan.params.items() if n not in fixed})
         with during("compile", ranks):
             settings = Settings(
-                self.device, stored, config.precision.reduce, config.backend, self.once, self.links, self.store(plan),
+                self.device, stored, config.precision.reduce, config.backend, self.once, self.links, config.bucket_collectives, self.store(plan),
                 window_of(graph, folded.stacks),
             )  # fmt: skip
             kind = ("train" if self.model.training else "eval") + ("" if grad else "-no-grad")

@@ -58,8 +58,9 @@ class Settings:
     reduce: torch.dtype | None
     backend: str
     once: CompileOnce | None
-    # Prices of the cluster whose links say which collectives are joined; None: none are.
+    # Prices of the cluster, which say what goes beside collectives and which of them are joined; None where nothing is known of it.
     links: Cost | None = None
+    joins: bool = True
     # Where activations are that the plan keeps away from the device (`autopar.offload`), and between which operators they move.
     store: str = ""
     window_of: Mapping[str, int] = field(default_factory=dict)
@@ -142,7 +143,7 @@ def halves(sharded: Sharded, graph: Graph, plan: Decisions, groups: Groups, sett
         dump.graph("partition, forward", parts.forward)
         dump.graph("partition, backward", parts.backward)
         parts = offload(parts, s.store, s.window_of, sharded.fake_mode)
-        parts = overlap(parts, groups.prefix, s.links)
+        parts = overlap(parts, groups.prefix, s.links, s.joins)
     dump.graph("overlap, forward", parts.forward)
     dump.graph("overlap, backward", parts.backward)
     log.info("%d collectives, %d values saved for backward", len(sharded.collectives), len(parts.saved))

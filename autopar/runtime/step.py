@@ -140,7 +140,7 @@ class Step:
 
     def told(self, parts: Parts) -> dict[str, str | float | int]:
         """What the plan's solver says, with what became of buckets on this cluster."""
-        cost, solver = self.settings.links, self.plan.solver
+        cost, solver = self.settings.links if self.settings.joins else None, self.plan.solver
         if cost is None and not any(k in self.plan.predicted for k in BUCKETED):
             return solver
         return {**solver, "buckets": "" if cost is None else str(bucketed(parts, self.groups.prefix, cost))}
