@@ -49,9 +49,11 @@ def partition(
     recompute: frozenset[str] = frozenset(),
     fuses: bool = False,
     pinned: frozenset[str] = frozenset(),
+    gathered: frozenset[str] = frozenset(),
 ) -> Parts:
     """recompute: names of ops whose results backward makes again instead of reading what forward saved. fuses: whether the halves are compiled; then what is free
-    in backward's kernels is not saved (`fused_again`), but for results of `pinned` ops."""
+    in backward's kernels is not saved (`fused_again`), but for results of `pinned` ops. gathered: parameters of which what forward gathered is saved,
+    though `reshard_after_forward`."""
     gm = sharded.gm
     nodes = list(gm.graph.nodes)
     places = [n for n in nodes if n.op == "placeholder"]
@@ -61,7 +63,7 @@ def partition(
     bw_results = [(r, n) for r, n in zip(sharded.outputs, results, strict=True) if r.kind in _GRADS]
     backward_nodes = [n for n in nodes if n.op == "call_function" and n.meta["direction"] == "backward"]
     is_backward = set(backward_nodes)
-    recomputed = recomputed_calls(nodes, role_of, recompute, reshard_after_forward=reshard_after_forward)
+    recomputed = recomputed_calls(nodes, role_of, recompute, reshard_after_forward=reshard_after_forward, kept=gathered)
     recomputed |= views_of_offloaded(nodes)
 
     wanted = [a for n in backward_nodes for a in n.all_input_nodes] + [n for _, n in bw_results if isinstance(n, fx.Node)]

@@ -5,7 +5,7 @@ an earlier op already had the operand redistributed, or the plan keeps that vers
 needs it, with all it needs itself; so a recomputed layer appears where its backward begins, and what a recomputed op reads of ops that are
 not recomputed is saved. Random numbers come from counters, so a mask is the same both times. Bitwise.
 
-What follows from parameters alone (casts, gathers) is no matter of ops: `reshard_after_forward` decides.
+What follows from parameters alone (casts, gathers) is no matter of ops: `reshard_after_forward` decides, and each parameter's `ParamChoice.keeps_gathered`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,17 @@ from autopar.graph.calls import nbytes, storage_of
 from autopar.passes.shard import Sharded
 
 
-def from_parameters(nodes: Iterable[fx.Node], role_of: dict[fx.Node, Role], *, gathers: bool = True) -> set[fx.Node]:
-    """Forward calls that depend on parameters and coordinates only, and `counters`. gathers: collectives too, and what follows them."""
+def from_parameters(
+    nodes: Iterable[fx.Node], role_of: dict[fx.Node, Role], *, gathers: bool = True, kept: Set[str] = frozenset()
+) -> set[fx.Node]:
+    """Forward calls that depend on parameters and coordinates only, and `counters`. gathers: collectives too, and what follows them, but of the parameters in `kept`."""
     nodes = list(nodes)
     out: set[fx.Node] = set()
+    of_kept = {n for n, role in role_of.items() if role.kind == "param" and role.name in kept}
     for n in nodes:
-        if not _is_forward(n) or not n.all_input_nodes or ("c10d" in str(n.target) and not gathers):
+        if any(a in of_kept for a in n.all_input_nodes):
+            of_kept.add(n)
+        if not _is_forward(n) or not n.all_input_nodes or ("c10d" in str(n.target) and (not gathers or n in of_kept)):
             continue
         if all(a in out or (a in role_of and role_of[a].kind in ("param", "coordinate")) for a in n.all_input_nodes):
             out.add(n)
@@ -53,11 +58,13 @@ def counters(nodes: Iterable[fx.Node], role_of: dict[fx.Node, Role]) -> set[fx.N
     return found
 
 
-def recomputed_calls(nodes: Iterable[fx.Node], role_of: dict[fx.Node, Role], ops: Set[str], *, reshard_after_forward: bool) -> set[fx.Node]:
-    """All forward calls that backward makes again where it needs them."""
+def recomputed_calls(
+    nodes: Iterable[fx.Node], role_of: dict[fx.Node, Role], ops: Set[str], *, reshard_after_forward: bool, kept: Set[str] = frozenset()
+) -> set[fx.Node]:
+    """All forward calls that backward makes again where it needs them. kept: parameters of which what forward gathered stays, where others' is gathered again."""
     nodes = list(nodes)
     parameters = from_parameters(nodes, role_of)
-    recomputed = parameters if reshard_after_forward else from_parameters(nodes, role_of, gathers=False)
+    recomputed = from_parameters(nodes, role_of, gathers=reshard_after_forward, kept=kept)
     return recomputed | {n for n in nodes if _is_forward(n) and n.meta.get("op") in ops and n not in parameters and "kept" not in n.meta}
 
 

@@ -32,7 +32,8 @@ class OpChoice:
 @dataclass(frozen=True)
 class ParamChoice:
     """storage: placement of parameter, gradient and optimizer state, over `padded` (the shape rounded up so that it divides);
-    compute: where ops use it; gradients: reduced to `storage` every micro-batch."""
+    compute: where ops use it; gradients: reduced to `storage` every micro-batch; keeps_gathered: what forward gathered of it
+    stays until backward has read it, as in ZeRO-2, and is not gathered again."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -40,6 +41,7 @@ class ParamChoice:
     storage: Placement
     compute: Placement
     trainable: bool = True
+    keeps_gathered: bool = False
 
 
 @dataclass(frozen=True)

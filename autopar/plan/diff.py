@@ -81,6 +81,7 @@ def _param(x: ParamChoice | None, y: ParamChoice | None) -> str:
         assert c is not None
         return f"only in the {'second' if x is None else 'first'}: {list(c.shape)} {c.dtype}, stored {placed(c.storage)}"
     trains = {True: "trained", False: "frozen"}
+    gathers = {True: "gathered once", False: "gathered again in backward"}
     parts = [
         ("shape", str(list(x.shape)), str(list(y.shape))),
         ("padded to", str(list(x.padded)), str(list(y.padded))),
@@ -88,6 +89,7 @@ def _param(x: ParamChoice | None, y: ParamChoice | None) -> str:
         ("", trains[x.trainable], trains[y.trainable]),
         ("stored", *_places(x.storage, y.storage)),
         ("computed with", *_places(x.compute, y.compute)),
+        ("", gathers[x.keeps_gathered], gathers[y.keeps_gathered]),
     ]
     # Of another shape, two placements may be written alike; the shape's own line says it then.
     return "; ".join(f"{what} {p} -> {q}".strip() for what, p, q in parts if p != q)

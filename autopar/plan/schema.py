@@ -56,6 +56,7 @@ class ParamModel(_Model):
     storage: PlacementModel
     compute: PlacementModel
     trainable: Flag = True
+    keeps_gathered: Flag = False
 
 
 class OpModel(_Model):
@@ -335,6 +336,7 @@ def _param(c: ParamChoice) -> dict[str, Any]:
     return {
         "shape": c.shape, "dtype": c.dtype, "padded": c.padded,
         "storage": _placement(c.storage), "compute": _placement(c.compute), "trainable": c.trainable,
+        **({"keeps_gathered": True} if c.keeps_gathered else {}),
     }  # fmt: skip
 
 
@@ -427,7 +429,7 @@ class _Reader:
 
     def param(self, c: ParamModel, where: str) -> ParamChoice:
         storage, compute = self.placement(c.storage, f"{where}.storage"), self.placement(c.compute, f"{where}.compute")
-        out = ParamChoice(tuple(c.shape), c.dtype, tuple(c.padded), storage, compute, c.trainable)
+        out = ParamChoice(tuple(c.shape), c.dtype, tuple(c.padded), storage, compute, c.trainable, c.keeps_gathered)
         self.check.param(out, where)
         return out
 

@@ -127,7 +127,7 @@ def _blocks(plan: Decisions) -> Iterator[str]:
     for before, by_number in layers.items():
         kinds: dict[frozenset[tuple[str, str, str]], list[int]] = defaultdict(list)
         for number, params in by_number.items():
-            kinds[frozenset((n, stored(c), placed(c.compute)) for n, c in params.items())].append(number)
+            kinds[frozenset((n, stored(c), computed(c)) for n, c in params.items())].append(number)
         if len(kinds) == len(by_number) > 1:  # no two are alike: a sequence of different modules
             outside |= {f"{before}{number}.{n}".rstrip("."): c for number, params in by_number.items() for n, c in params.items()}
             continue
@@ -153,7 +153,7 @@ def _kinds(params: Mapping[str, ParamChoice], star: bool) -> dict[tuple[str, str
     """(name, with numbers starred, stored, computed with) -> elements of each."""
     rows: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for name, c in params.items():
-        rows[LAYER.sub("*", name) if star else name, stored(c), placed(c.compute)].append(math.prod(c.shape))
+        rows[LAYER.sub("*", name) if star else name, stored(c), computed(c)].append(math.prod(c.shape))
     return rows
 
 
@@ -314,6 +314,10 @@ def measure(key: str, value: float) -> tuple[str, str]:
 
 def stored(c: ParamChoice) -> str:
     return placed(c.storage) + (" padded" if c.padded != c.shape else "")
+
+
+def computed(c: ParamChoice) -> str:
+    return placed(c.compute) + (", gathered once" if c.keeps_gathered else "")
 
 
 def placed(p: Placement) -> str:

@@ -87,6 +87,8 @@ class Step:
         folded = fold(graph) if isinstance(graph, Graph) else graph
         on_progress("fold", time.perf_counter() - start)
         hand = None if layout is None else Layout.of(layout, mesh)
+        if hand is not None:
+            training = replace(training, keeps_gathered=not hand.reshard_after_forward)
 
         def restrict(problem: Problem, names: Names, rules: Mapping[str, Rule], on: Mesh) -> Problem:
             assert hand is not None

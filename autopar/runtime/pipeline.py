@@ -139,7 +139,15 @@ def halves(sharded: Sharded, graph: Graph, plan: Decisions, groups: Groups, sett
         groups.ensure(axes)
     with timed("partition, offload, overlap"):
         pinned = frozenset(op.name for op in graph.ops if op.binding)
-        parts = partition(sharded, reshard_after_forward=plan.reshard_after_forward, recompute=plan.recompute, fuses=fuses, pinned=pinned)
+        gathered = frozenset(n for n, c in plan.params.items() if c.keeps_gathered)
+        parts = partition(
+            sharded,
+            reshard_after_forward=plan.reshard_after_forward,
+            recompute=plan.recompute,
+            fuses=fuses,
+            pinned=pinned,
+            gathered=gathered,
+        )
         dump.graph("partition, forward", parts.forward)
         dump.graph("partition, backward", parts.backward)
         parts = offload(parts, s.store, s.window_of, sharded.fake_mode)

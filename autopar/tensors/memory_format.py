@@ -77,7 +77,10 @@ def same_strides(t: torch.Tensor, strides: Sequence[int]) -> bool:
 
 
 def with_strides(t: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """`t` with these strides: itself where it has them, else a copy."""
-    if same_strides(t, strides):
+    """`t` with these strides: itself where it has them, else a copy. A dim of one element has them too: they move nothing, but kernels tell formats by them (a
+    convolution of one channel, whose weight is contiguous and channels last at once)."""
+    if t.stride() == tuple(strides):
         return t
+    if same_strides(t, strides):
+        return t.as_strided(t.shape, tuple(strides)) if t.numel() else t
     return torch.empty_strided(t.shape, tuple(strides), dtype=t.dtype, device=t.device).copy_(t)

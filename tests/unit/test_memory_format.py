@@ -17,6 +17,7 @@ from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
 from autopar.graph.redistribution import redistribute
 from autopar.passes.lay_out import copies
+from autopar.tensors.memory_format import with_strides
 from tests.images import batch_of, model_of
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -211,3 +212,15 @@ def test_an_operator_of_another_library_gets_what_it_got_in_eager() -> None:
             return (torch.ops.test_formats.rows(self.lin(x).t()) ** 2).sum()
 
     same_as_eager(Model(), images(4, 6, last=False))
+
+
+def test_dims_of_one_element_have_their_strides() -> None:
+    """A rank's single input channel of a channels last weight lies both ways; a convolution goes by its strides, and compiled code expects those that were traced."""
+    x, weight = torch.randn(4, 1, 8, 8), torch.randn(16, 4, 3, 3).to(memory_format=torch.channels_last)
+    shard = weight[:, :1].clone(memory_format=torch.contiguous_format)
+    traced = (9, 1, 3, 1)
+    given = with_strides(shard, traced)
+    assert shard.stride() != traced and given.stride() == traced and given.data_ptr() == shard.data_ptr()
+    made = torch.nn.functional.conv2d(x, given, padding=1)
+    assert made.is_contiguous(memory_format=torch.channels_last) and not made.is_contiguous()
+    assert not torch.nn.functional.conv2d(x, shard, padding=1).is_contiguous(memory_format=torch.channels_last)

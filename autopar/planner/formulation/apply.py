@@ -47,10 +47,13 @@ def apply(
         choice, options = names.storage[rep]
         o = options[x[choice]]
         read = _read_at(problem, names, decision, rep, t.shape)
-        params[name] = ParamChoice(t.shape, t.dtype, o.padded, o.placement, read, name in training.trainable)
+        keeps = names.value_of[rep] in decision.kept
+        params[name] = ParamChoice(t.shape, t.dtype, o.padded, o.placement, read, name in training.trainable, keeps)
     data = names.input_options[x[names.inputs]]
     outputs = tuple(Placement.of(()) if not n else representable(Placement.of(graph.tensors[n].shape), mesh) for n in graph.outputs)
-    at = {problem.values[v].name: _kept_at(problem, names, decision, v) for v in decision.kept}
+    at = {
+        problem.values[v].name: _kept_at(problem, names, decision, v) for v in decision.kept if problem.values[v].name not in names.storage
+    }
     sent = {problem.values[v].name: policy.medium for v in decision.kept if (policy := _policy(problem, decision, v)).medium != DEVICE}
     recompute = {names.reruns[i] for i in decision.rerun}
     outputs_of = {op.name: op.outputs for op in q.graph.ops}

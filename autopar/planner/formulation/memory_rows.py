@@ -269,6 +269,10 @@ class Rows:
                 for s, n in enumerate(end.nodes):
                     self.add(("x", end.choice, s), size[n], made, last)
         for k, policy in enumerate(value.policies):
+            if tensor in self.program.param_of:  # from where forward has read it last
+                if users[0] and users[1]:
+                    self.add(("y", v, k), size[policy.node], max(users[0]) + 1, max(users[1]), tensor)
+                continue
             # While the value is alive in forward its own term counts it; what fusion would not write is written to be kept.
             if policy.medium == DEVICE:
                 first = max(users[0], default=made) + 1 if tensor in self.life.written_ahead else made

@@ -185,7 +185,7 @@ class Formulator:
             c = self.choice(f"storage of {name}", [o.label for o in options], times)
             self.names.storage[t.name] = (c, options)
             wire = self.wires.wire(t)
-            wire.overlaps = True
+            wire.overlaps = wire.gathered = True
             end = End(c, tuple(wire.node(o.placement) for o in options))
             wire.supplies[0][end] = wire.supplies[1][end] = None
 

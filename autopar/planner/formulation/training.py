@@ -17,6 +17,7 @@ class TrainingConfig:
     nvme_bytes: a device's share of it; least_bytes: what is smaller, on one device, is not worth a copy of its own.
     fuses: whether memory-bound neighbours become one kernel, as Inductor makes it.
     counts: whether memory is counted; where any would do, its rows are half of the work.
+    keeps_gathered: whether what forward gathers of a parameter may stay until backward has read it, as in ZeRO-2, and need not be gathered again.
     """
 
     trainable: frozenset[str]
@@ -33,6 +34,7 @@ class TrainingConfig:
     least_bytes: float = 2.0**20
     fuses: bool = True
     counts: bool = True
+    keeps_gathered: bool = True
 
 
 def optimizer_s(cost: Cost, training: TrainingConfig, elements: float) -> float:

@@ -34,6 +34,7 @@ class Wire:
     reads: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     overlaps: bool = False
     reduces: bool = False  # a gradient, which goes to its parameter's storage
+    gathered: bool = False  # a parameter
     policies: bool = False
 
     def node(self, p: Placement) -> int:
@@ -117,6 +118,10 @@ class Wires:
             keepable = sorted(n for n in supplied[0] | demanded[0] if not places[n].partial or n in demanded[1])
             ways = policies(self.program, self.training, self.cost, w.name, {n: w.nbytes * places[n].share(self.mesh) for n in keepable})
             supplied[1] |= set(keepable) | supplied[0]
+        if w.gathered and demanded[1] and self.training.keeps_gathered:
+            # What forward gathered may stay until backward has read it.
+            ways = tuple(Policy(n) for n in sorted(demanded[0]))
+            supplied[1] |= demanded[0]
         if self.is_decided:
             supplied = {d: supplied[d] | demanded[d] for d in (0, 1)}
         forward = Flow(self.arcs(w, supplied[0], demanded[0] | {way.node for way in ways}, 0), tuple(w.supplies[0]), tuple(w.demands[0]))
