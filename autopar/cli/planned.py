@@ -21,7 +21,12 @@ from autopar.planner.memory import LEAST, NAMES
 from autopar.text.sizes import parse_bytes
 from autopar.text.strict_json import short
 
-Axes = Annotated[str | None, typer.Option("--mesh", help="32x8, or with names: dp=32,tp=8; without it the cluster's nodes x devices")]
+Axes = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh", help="32x8, or with names: dp=32,tp=8; without it the cluster's nodes x devices; plan tries these cut elsewhere too"
+    ),
+]
 Layers = Annotated[int | None, typer.Option(min=1, help="plan for only so many of the model's layers")]
 Optimizer = Annotated[str, typer.Option(help="whose state memory is planned for: adamw, adamw-fused, adamw8bit, sgd, ...")]
 Accumulation = Annotated[int, typer.Option("--grad-accumulation", min=1, help="micro-batches of a step; --batch is of each")]

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from autopar.cost.links import CollectiveCost
 from autopar.cost.model import Cost
 
 LATENCY = 0.1
@@ -48,6 +49,34 @@ def limit(cost: Cost, kind: str, axes: tuple[str, ...]) -> Limit:
     if not alpha_s:
         return Limit(0.0, 0.0, 0.0)
     return Limit(_least(lambda n: LATENCY * seconds(n) >= alpha_s), _least(lambda n: copies_s(n) > alpha_s), alpha_s)
+
+
+class Shared:
+    """What collectives take that may be joined with others of their stretch."""
+
+    def __init__(self, cost: Cost) -> None:
+        self.cost = cost
+        self._limits: dict[tuple[str, tuple[str, ...]], Limit] = {}
+
+    def collective(self, kind: str, axes: tuple[str, ...], wire_bytes: float, share: float) -> CollectiveCost:
+        """As `Cost.collective`. share: of the bytes of its stretch, what this one has; 1: it is alone. Of B bytes, in a bucket of L, it pays alpha B / L of the latency, where
+        L is what makes a bucket full, or all of the stretch."""
+        c = self.cost.collective(kind, axes, wire_bytes)
+        if kind not in JOINED or share >= 1:
+            return c
+        within = self.limit(kind, axes)
+        width = self.cost.mesh.sizes_product(axes)
+        nbytes = wire_bytes * width / (width - 1) / (2 if kind == "all_reduce" else 1) if width > 1 else 0.0
+        bucket = min(within.full_bytes, nbytes / share)
+        if nbytes > within.alone_bytes or bucket <= nbytes:
+            return c
+        saved_s = within.alpha_s * (1 - nbytes / bucket)
+        return CollectiveCost(c.link, c.seconds - saved_s, max(0.0, c.latency_s - saved_s))
+
+    def limit(self, kind: str, axes: tuple[str, ...]) -> Limit:
+        if (kind, axes) not in self._limits:
+            self._limits[kind, axes] = limit(self.cost, kind, axes)
+        return self._limits[kind, axes]
 
 
 def joined(nbytes: Sequence[float], within: Limit) -> list[list[int]]:

@@ -75,6 +75,8 @@ def text(plan: Decisions) -> str:
         lines.append(f"solver: within {float(plan.solver['gap']):.2%} of the bound, stopped by {plan.solver.get('stopped_by', 'gap')}")
     if "loss_head" in plan.solver:
         lines.append(f"head of the loss: {plan.solver['loss_head']}")
+    if "meshes" in plan.solver:
+        lines += textwrap.wrap(f"meshes tried, each with a bound of its own: {plan.solver['meshes']}", WIDTH, subsequent_indent="    ")
     if "micro_batches" in plan.solver:
         lines += textwrap.wrap(f"micro-batches tried: {plan.solver['micro_batches']}", WIDTH, subsequent_indent="    ")
     if "sizes" in plan.solver:

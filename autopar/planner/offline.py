@@ -40,6 +40,7 @@ from autopar.planner.loss_head import AUTO as ANY_FORM
 from autopar.planner.loss_head import CHUNKED, PLAIN, Form, better, is_chunked, may_matter
 from autopar.planner.loss_head import checked as checked_form
 from autopar.planner.memory import Memory
+from autopar.planner.meshes import best_of, others
 from autopar.planner.micro_batches import AUTO, candidates, checked, fastest, of_the_call
 from autopar.planner.more_micro_batches import bound_of_more
 from autopar.planner.offload import Offload
@@ -69,6 +70,10 @@ class Task:
     form: str = PLAIN
     other: Task | None = None
 
+    def on(self, axes: Mapping[str, int]) -> Task:
+        """The same on another mesh of as many devices."""
+        return replace(self, mesh_axes=dict(axes), other=None if self.other is None else self.other.on(axes))
+
     @property
     def forms(self) -> tuple[Task, ...]:
         return (self,) if self.other is None else (self, self.other)
@@ -96,7 +101,7 @@ def plan(
     """The best plan of one training step of `model` on `cluster`.
 
     inputs: keyword arguments of a call, tensors or shapes (a shape is taken for token ids, int64). mesh: "32x8" or axis sizes by name; default the
-    cluster's nodes x devices. optimizer: a name of `autopar.cost.optimizers.KINDS` or a class. grad_accumulation: calls for each of its steps; times are of
+    cluster's nodes x devices, or these cut elsewhere, where that is faster (`autopar.planner.meshes`). optimizer: a name of `autopar.cost.optimizers.KINDS` or a class. grad_accumulation: calls for each of its steps; times are of
     one call, with its share of the reduction of gradients and of that step. micro_batches: that a call is run as, one after the other; "auto": as many as is fastest
     (`autopar.planner.micro_batches`). memory: budget of a device in bytes; "fastest", as by default: what it has, less a reserve; "least": the plan of the smallest
     peak instead of the fastest one. offload: where activations may be kept besides the device: "host",
@@ -109,71 +114,80 @@ def plan(
     """
     on_progress = _Stages(progress)
     captures: Captures = {}
-    more: dict[int, float] = {}  # what no plan of a multiple of so many micro-batches takes less than
+    tasks: dict[int, Task] = {}
     limits = limits_of(options)
     least = Memory.of(memory).least
-    number = checked(micro_batches)
+    asked = checked(micro_batches)
 
-    def tasked(m: int) -> Task:
-        return task(
-            model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, on_progress, in_subprocess, m,
-            None if number == 1 else captures, loss_head,
-        )  # fmt: skip
-
-    def planned(m: int, t: Task) -> Plan:
-        return better(
-            tuple(Form(f.form, partial(planned_form, m, f, t), partial(least_s, m, f)) for f in t.forms), least, limits.gap, is_late
-        )
+    def captured(m: int) -> Task:
+        if m not in tasks:
+            tasks[m] = task(
+                model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, on_progress, in_subprocess, m,
+                None if asked == 1 else captures, loss_head,
+            )  # fmt: skip
+        return tasks[m]
 
     def is_late() -> bool:
         return not limits.in_proportion and time.perf_counter() > on_progress.start + limits.seconds
 
-    def least_s(m: int, t: Task) -> float:
-        return m * least_of(t.folded, t.mesh_axes, t.cluster, t.training)
+    of_one: dict[tuple[int, ...], Plan] = {}  # by mesh, of the whole batch at once
+    more: dict[tuple[tuple[int, ...], int], float] = {}  # what no plan of a multiple of so many micro-batches takes less than
 
-    def planned_form(m: int, t: Task, first: Task, says_other: bool) -> Plan:
-        since = on_progress.start if t is first and (m == 1 or number != AUTO) else None
-        if since is None and not limits.in_proportion:
-            since = on_progress.start
+    def planned_on(axes: Mapping[str, int], number: int | str, is_first: bool = True) -> Plan:
+        sizes = tuple(axes.values())
 
-        instead = other_of(t)
+        def tasked(m: int) -> Task:
+            return captured(m).on(axes)
 
-        def ask_of_more(stages: Stages) -> None:
-            if t is first and number == AUTO:
-                more[m] = m * bound_of_more(stages, instead)
+        def planned(m: int, t: Task) -> Plan:
+            if m == 1 and sizes in of_one:
+                return of_one[sizes]
+            forms = tuple(Form(f.form, partial(planned_form, m, f, t), partial(least_s, m, f)) for f in t.forms)
+            made = better(forms, least, limits.gap, is_late)
+            if m == 1:
+                of_one[sizes] = made
+            return made
 
-        found = plan_graph(
-            t.folded,
-            t.mesh_axes,
-            t.cluster,
-            t.training,
-            limits,
-            on_progress,
-            layout,
-            least,
-            since,
-            instead if says_other else None,
-            ask_of_more,
-        )
-        training = within(t.training, found.plan) if least else t.training
-        known = (found.found,) if len(t.mesh_axes) > WHOLE_AXES else ()  # the frontier does not solve the whole program of so many
-        made = of_the_call(_of_the_whole(found.plan, t.folded, model), m)
-        return made.explained_by(
-            lambda op, placement: explain_graph(t.folded, t.mesh_axes, t.cluster, training, op, placement, limits, None, layout),
-            lambda points: _frontier(t, points, limits, None, layout, known=known),
-        )
+        def least_s(m: int, t: Task) -> float:
+            return m * least_of(t.folded, t.mesh_axes, t.cluster, t.training)
 
-    if isinstance(number, int):
-        t = tasked(number)
-        try:
-            made = planned(number, t)
-        except InfeasibleError as e:
-            raise e.of_one_micro_batch() if number == 1 else e from None
-    else:
-        if least:
-            raise AutoparError(
-                'memory="least" asks for the smallest peak, which more micro-batches make smaller', fix="pass a number of micro_batches"
+        def planned_form(m: int, t: Task, first: Task, says_other: bool) -> Plan:
+            since = on_progress.start if t is first and is_first and (m == 1 or asked != AUTO) else None
+            if since is None and not limits.in_proportion:
+                since = on_progress.start
+
+            instead = other_of(t)
+
+            def ask_of_more(stages: Stages) -> None:
+                if t is first and asked == AUTO:
+                    more[sizes, m] = m * bound_of_more(stages, instead)
+
+            found = plan_graph(
+                t.folded,
+                t.mesh_axes,
+                t.cluster,
+                t.training,
+                limits,
+                on_progress,
+                layout,
+                least,
+                since,
+                instead if says_other else None,
+                ask_of_more,
             )
+            training = within(t.training, found.plan) if least else t.training
+            known = (found.found,) if len(t.mesh_axes) > WHOLE_AXES else ()  # the frontier does not solve the whole program of so many
+            made = of_the_call(_of_the_whole(found.plan, t.folded, model), m)
+            return made.explained_by(
+                lambda op, placement: explain_graph(t.folded, t.mesh_axes, t.cluster, training, op, placement, limits, None, layout),
+                lambda points: _frontier(t, points, limits, None, layout, known=known),
+            )
+
+        if isinstance(number, int):
+            try:
+                return planned(number, tasked(number))
+            except InfeasibleError as e:
+                raise e.of_one_micro_batch() if asked == 1 else e from None
         batch = batch_size(tuple(Tensor("", shape, "") for shape in shapes_of(inputs))) or 1
         made, _ = fastest(
             candidates(batch),
@@ -181,9 +195,21 @@ def plan(
             lambda m, t: min(least_s(m, f) for f in t.forms),
             planned,
             is_late,
-            lambda m: more.get(m, 0.0),
+            lambda m: more.get((sizes, m), 0.0),
             limits.gap,
         )
+        return made
+
+    if least and asked == AUTO:
+        raise AutoparError(
+            'memory="least" asks for the smallest peak, which more micro-batches make smaller', fix="pass a number of micro_batches"
+        )
+    where = Cluster.of(cluster)
+    axes = mesh_axes(mesh, where)
+    if mesh is None and layout is None and not least:
+        made = best_of(axes, others(where), planned_on, asked, is_late)
+    else:
+        made = planned_on(axes, asked)
     on_progress.rest()
     return made
 

@@ -113,6 +113,7 @@ def training_config(
     budget_bytes: float,
     grad_accumulation: int = 1,
     micro_batches: int = 1,
+    joins: bool = True,
 ) -> TrainingConfig:
     """stored: dtypes of the parameters as they are stored; optimizer: a name or a class, one of unknown memory counts as Adam."""
     kind = kind_of(optimizer)
@@ -126,6 +127,7 @@ def training_config(
         master_bytes=wide,
         budget_bytes=budget_bytes,
         micro_batches=grad_accumulation * micro_batches,
+        joins=joins,
     )
 
 

@@ -405,7 +405,9 @@ class Builder:
         """What a plan depends on besides the program."""
         request, c = self.config.request, self.config
         budget_bytes = request.memory_bytes or (self.cluster.device.usable_bytes if self.cluster else math.inf)
-        s = training_config(stored, trainable, c.precision.reduce, c.optimizer, budget_bytes, c.grad_accumulation, self.micro_batches)
+        s = training_config(
+            stored, trainable, c.precision.reduce, c.optimizer, budget_bytes, c.grad_accumulation, self.micro_batches, c.bucket_collectives
+        )
         s = replace(s, fuses=c.backend == "inductor")
         if self.pipeline is not None:
             s = of_a_stage(s, len(self.pipeline.ranks), self.pipeline.lists.stages, self.pipeline.in_flight)

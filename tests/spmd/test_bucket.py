@@ -22,13 +22,15 @@ from autopar.passes.manager import overlap
 from autopar.passes.overlap import blocking_of, computes, is_ahead, is_behind, marked
 from autopar.passes.partition import Parts
 from autopar.planner.formulation.training import TrainingConfig
+from autopar.planner.planning import plan_graph
 from autopar.simulate.price import price
 from autopar.simulate.simulator import records
+from autopar.solver.solve import Limits
 from autopar.timeline.replay import COMPUTE, replay
 from tests.models import ZOO
 from tests.spmd.simulate import Simulated, fake_world, one_device, simulated
 from tests.spmd.test_models import assert_equal_gradients, prepared
-from tests.spmd.test_planned import captured, planned
+from tests.spmd.test_planned import LINKS, captured, planned
 from tests.wide import cases
 
 SEED = (7, 1)
@@ -49,6 +51,9 @@ CASES = [
 ]
 QUICK = [CASES[i] for i in (2, 3, 9)]
 ORDERS = [("llama", {"dp": 4}, "fsdp"), ("gpt2", {"dp": 2, "tp": 2}, "fsdp+tp"), ("t5", {"dp": 4}, "fsdp")]
+
+
+LAYERS = 3
 
 
 def slow(axes: dict[str, int], name: str = "cpu") -> Cost:
@@ -200,6 +205,49 @@ def test_price_and_simulator_see_what_is_saved() -> None:
         if MEMBERS in n.meta
     )
     assert steps[0].peak_bytes < steps[1].peak_bytes <= steps[0].peak_bytes + 3 * largest
+
+
+def _told(name: str, axes: dict[str, int], layout: str, joins: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of links, by half: of the integer program; by a walk over the graphs that run. On a cluster with latencies."""
+    p, _ = captured(name, LAYERS)
+    where = LINKS["latencies"](4)
+    training = TrainingConfig(frozenset(p.graph.params), fuses=False, joins=joins)
+    plan = plan_graph(p.graph, axes, where, training, Limits(0.05, 5), layout=layout).plan
+    assert plan.profile is not None
+    planned_s, walked_s = ({"forward": 0.0, "backward": 0.0} for _ in range(2))
+    for call in plan.profile.calls:
+        what = plan.profile.whats[call.what]
+        if what.serves in ("parameter", "gradient"):
+            planned_s[plan.profile.regions[call.at.region].stage] += call.seconds * call.times
+    cost = Cost(where, Mesh.of(axes))
+    with fake_world(4):
+        parts = overlap(simulated(p, axes, plan).parts, "sim", cost if joins else None)
+    for c in price(parts, plan, p.graph, cost, training, "sim").charges:
+        if c.serves in ("parameter", "gradient"):
+            walked_s[c.stage] += c.seconds
+    return planned_s, walked_s
+
+
+PRICED = [
+    (name, axes, layout)
+    for name in ("llama", "gpt2", "bert")
+    for axes, layout in (({"dp": 4}, "fsdp"), ({"dp": 4}, "ddp"), ({"dp": 2, "tp": 2}, "fsdp+tp"))
+]
+
+
+@pytest.mark.parametrize(("name", "axes", "layout"), cases(PRICED, [PRICED[0]]))
+def test_the_program_has_the_price_of_buckets(name: str, axes: dict[str, int], layout: str) -> None:
+    """What it takes for collectives of parameters and gradients is what those of the graphs take that run; without buckets, several times as much. They differ by latencies: of
+    a half, by two of what lies outside of layers, which is cut elsewhere. With two axes a layer has several buckets, by the axes that its parameters are split and summed over, of
+    which the program counts one: it takes the less."""
+    planned_s, walked_s = _told(name, axes, layout, True)
+    alone_s, walked_alone_s = _told(name, axes, layout, False)
+    few_s = 2.02 * LINKS["latencies"](4).intra.latency_s
+    for half, seconds in walked_s.items():
+        assert planned_s[half] <= seconds + few_s and seconds < walked_alone_s[half]
+        assert len(axes) > 1 or planned_s[half] >= seconds - few_s
+        assert alone_s[half] == pytest.approx(walked_alone_s[half], rel=1e-3)
+    assert sum(alone_s.values()) > 2 * sum(planned_s.values())
 
 
 def test_nothing_is_joined_where_latency_is_nothing() -> None:

@@ -3,8 +3,8 @@
     python -m tests.spmd.test_one_price --model llama --layout "fsdp+tp"
 
 The three look at different things: coefficients of a folded program, calls of the graphs that run, kernels of one replica's micro-batch with data parallelism around it. They share what a
-kernel and a collective take. What differs by purpose is named where it is told: `bucket_saved_s` of a plan, which has every collective by itself; and the few numbers that ranks
-exchange of a loss, in `exposed_s` of the plan, of which `predict` knows nothing. Links have no latency here, so those are next to nothing.
+kernel and a collective take. What differs by purpose is named where it is told: the few numbers that ranks exchange of a loss, in `exposed_s` of the plan, of which `predict` knows nothing.
+Links have no latency here, so those are next to nothing.
 """
 
 from __future__ import annotations

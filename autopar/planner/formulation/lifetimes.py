@@ -126,15 +126,4 @@ class Lifetimes:
 
     def users(self, name: str, direction: str) -> list[int]:
         """Positions of the ops of `direction` that read `name`, through views."""
-        out = []
-        todo, seen = [name], {name}
-        while todo:
-            for op in self.program.readers.get(todo.pop(), ()):
-                if op.direction == direction:
-                    out.append(self.position[op.name])
-                through = self.program.rules[op.name].kind == "view" or (name in self.program.param_of and self.f.is_chained(op))
-                for t in op.outputs if through else ():
-                    if t is not None and t.name not in seen:
-                        seen.add(t.name)
-                        todo.append(t.name)
-        return out
+        return [self.position[op.name] for op in self.program.users(name, direction, self.f.clusters)]

@@ -46,6 +46,21 @@ class Program:
         """Operator -> the repeated stack that it is of."""
         return {n: i for i, s in enumerate(self.q.stacks) for copies in (s.forward, s.backward) for names in copies for n in names}
 
+    def users(self, name: str, direction: str, clusters: Clusters) -> list[Op]:
+        """Operators of `direction` that read `name`, through views; of a parameter, through what follows from it alone."""
+        out = []
+        todo, seen = [name], {name}
+        while todo:
+            for op in self.readers.get(todo.pop(), ()):
+                if op.direction == direction:
+                    out.append(op)
+                through = self.rules[op.name].kind == "view" or (name in self.param_of and self.is_chained(op, clusters))
+                for t in op.outputs if through else ():
+                    if t is not None and t.name not in seen:
+                        seen.add(t.name)
+                        todo.append(t.name)
+        return out
+
     def is_chained(self, op: Op, clusters: Clusters) -> bool:
         """Whether what `op` makes follows from one parameter alone."""
         return op.outputs[0] is not None and self.q.tensor_rep[op.outputs[0].name] in clusters.chain

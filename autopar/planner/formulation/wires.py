@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.cost import Cost
+from autopar.cost.buckets import Shared
 from autopar.graph.graph import Op, Tensor
 from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
@@ -14,6 +15,7 @@ from autopar.planner.formulation.accounts import account
 from autopar.planner.formulation.clusters import Clusters
 from autopar.planner.formulation.names import Names, moved
 from autopar.planner.formulation.program import Program
+from autopar.planner.formulation.together import Together
 from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.formulation.where_kept import policies
 from autopar.rules.strategy import letter_at, right_of
@@ -52,7 +54,8 @@ class Wires:
         self.program, self.clusters, self.mesh, self.cost, self.training, self.names = program, clusters, mesh, cost, training, names
         self.all: dict[str, Wire] = {}
         self.renamed: dict[str, list[int]] = {}  # by value of which nodes were merged: what each became
-        self.known_sent: dict[tuple[Placement, Placement, float], list[tuple[str, float]] | None] = {}
+        self.known_sent: dict[tuple[Placement, Placement, float, float], list[tuple[str, float]] | None] = {}
+        self.together, self.shared = Together(program, clusters), Shared(cost)
         self.same: dict[Placement, Placement] = {}  # equal placements are one object: tables find it without comparing
 
     # ---- who supplies and who demands -------------------------------------------------------------------------------
@@ -163,21 +166,26 @@ class Wires:
     def arcs(self, w: Wire, have: set[int], want: set[int], stage: int) -> tuple[Arc, ...]:
         places = [self.same.setdefault(p, p) for p in w.nodes]
         itemsize = self.names.itemsize[w.name] = w.nbytes / max(1, math.prod(places[0].shape)) if places else 0.0
+        share = self.together.share(w.name, stage, w.reduces) if self.training.joins and (w.gathered or w.reduces) else 1.0
         out = []
         for src in sorted(have):
             for dst in sorted(want):
                 if src != dst:
-                    sent = self.sent(places[src], places[dst], itemsize)
+                    sent = self.sent(places[src], places[dst], itemsize, share)
                     if sent is not None:
                         out.append(Arc(src, dst, self.times(sent, w, stage)))
         return tuple(out)
 
-    def sent(self, src: Placement, dst: Placement, itemsize: float) -> list[tuple[str, float]] | None:
-        """The link and the seconds of every collective from `src` to `dst`."""
-        key = (src, dst, itemsize)
+    def sent(self, src: Placement, dst: Placement, itemsize: float, share: float = 1.0) -> list[tuple[str, float]] | None:
+        """The link and the seconds of every collective from `src` to `dst`. share: of the bytes that one bucket may have."""
+        key = (src, dst, itemsize, share)
         if key not in self.known_sent:
             steps = moved(src, dst, self.mesh)
-            costs = (self.cost.collective(s.kind, s.axes, s.wire_bytes(self.mesh, 1) * itemsize) for s in steps or () if s.kind != "slice")
+            costs = (
+                self.shared.collective(s.kind, s.axes, s.wire_bytes(self.mesh, 1) * itemsize, share)
+                for s in steps or ()
+                if s.kind != "slice"
+            )
             self.known_sent[key] = None if steps is None else [(c.link, c.seconds) for c in costs]
         return self.known_sent[key]
 

@@ -1,6 +1,6 @@
 """What buckets make of a plan's collectives, before there are graphs: those of parameters that a profile issues at one place, and those of gradients that it awaits at one.
 
-The price of a plan has every collective by itself; this says what of that the step will not pay. It goes by `autopar.cost.buckets`, as the pass does (`autopar.passes.bucket`),
+The price of a plan has this already (`autopar.planner.formulation.together`); here it is told, how many and what is saved. It goes by `autopar.cost.buckets`, as the pass does (`autopar.passes.bucket`),
 which sees more: dtypes, what is stored in one piece, where exactly a stretch ends.
 """
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
+from autopar.cost.buckets import Shared
 from autopar.cost.compute import compute_dtype, flops
 from autopar.cost.memory import base_name
 from autopar.cost.op_collectives import inside
@@ -21,6 +22,7 @@ from autopar.planner.formulation.formulated import Formulated
 from autopar.planner.formulation.lifetimes import Lifetimes
 from autopar.planner.formulation.offload import in_flight
 from autopar.planner.formulation.recompute_chains import Chains
+from autopar.planner.formulation.together import Together
 from autopar.planner.formulation.where_kept import LINKS, besides
 from autopar.planner.profiling.places import OUTSIDE, Home, Places
 from autopar.solver.evaluate import variables_on
@@ -39,6 +41,7 @@ class Calls:
     def __init__(self, f: Formulated, problem: Problem, decision: Decision, life: Lifetimes, chains: Chains | None, places: Places) -> None:
         self.f, self.problem, self.decision, self.life, self.chains, self.places = f, problem, decision, life, chains, places
         self.program, self.q, self.graph, self.x = f.program, f.program.q, f.program.graph, decision.strategies
+        self.together, self.shared = Together(self.program, f.clusters), Shared(f.cost)
         self.found: list[Call] = []
         self.whats: dict[What, int] = {}
         self.recompute = {f.names.reruns[i] for i in decision.rerun}
@@ -155,19 +158,21 @@ class Calls:
         home, itemsize = self.places.home(tensor), f.names.itemsize[self.problem.values[v].name]
         users = life.users(tensor, ("forward", "backward")[direction])
         sized = tuple((kind, axes, n * itemsize) for kind, axes, n in steps)
+        joins = f.training.joins and (wire.gathered or wire.reduces)
+        share = self.together.share(self.problem.values[v].name, direction, wire.reduces) if joins else 1.0
         if wire.reduces and tensor in self.program.params_of_grad:
             made = life.grad_made(tensor)
             name = self.program.params_of_grad[tensor][0]
             wait = self.places.spot(home, life.windows.awaited(made), BEHIND)
-            self._collectives(home, self._leaf(name, home), "gradient", sized, self.places.spot(home, made, MADE, 1), wait)
+            self._collectives(home, self._leaf(name, home), "gradient", sized, self.places.spot(home, made, MADE, 1), wait, share)
         elif wire.overlaps and tensor in self.program.param_of and (reads := users or self._read_again(tensor)):
             first = min(reads)
             name, at = self.program.param_of[tensor], self.places.spot(home, life.windows.issued(first), AHEAD, -1)
-            self._collectives(home, self._leaf(name, home), "parameter", sized, at, self.places.spot(home, first, READ))
+            self._collectives(home, self._leaf(name, home), "parameter", sized, at, self.places.spot(home, first, READ), share)
         else:
             maker = self.program.by_name.get(tensor.split(".")[0])
             said = self._maker(maker, home) if maker is not None else self._leaf(self.program.param_of.get(tensor, tensor), home)
-            self._collectives(home, said, "activation", sized, self._before_readers(tensor, direction, home, users))
+            self._collectives(home, said, "activation", sized, self._before_readers(tensor, direction, home, users), share=share)
 
     def _before_readers(self, tensor: str, direction: int, home: Home, users: list[int]) -> Spot:
         """Where an activation is brought: in front of the first that reads it; of what nobody reads (but the user), behind its making."""
@@ -204,10 +209,12 @@ class Calls:
         steps: tuple[tuple[str, tuple[str, ...], float], ...],
         at: Spot,
         wait: Spot | None = None,
+        share: float = 1.0,
     ) -> None:
+        """share: of the bytes that are joined in one bucket."""
         often = self.f.training.micro_batches if serves == "gradient" else 1
         for kind, axes, sent in steps:
-            c = self.f.cost.collective(kind, axes, sent)
+            c = self.shared.collective(kind, axes, sent, share)
             self._emit(home, What(kind, module, c.link, self._stack(home), serves, axes), c.seconds / often, sent, at, wait)
 
     def _moved(self, v: int, k: int, tensor: str) -> None:

@@ -1,0 +1,55 @@
+"""Which collectives of parameters and gradients go in one bucket, before there are any: those of one stretch (`overlap_windows`), at most.
+
+A stretch's gathers are issued at one place and its reductions awaited at one (`autopar.passes.bucket`). How they are placed is not known yet, so a share is of all
+parameters that the stretch reads, or gradients that it makes, of one dtype: where some of them are placed otherwise, and so in a bucket of their own, that bucket's latency
+is counted in part only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cached_property
+
+from autopar.planner.formulation.clusters import Clusters
+from autopar.planner.formulation.overlap_windows import OverlapWindows
+from autopar.planner.formulation.program import Program
+
+DIRECTIONS = ("forward", "backward")
+Group = tuple[str, int, str]  # what for, stretch, dtype
+
+
+class Together:
+    def __init__(self, program: Program, clusters: Clusters) -> None:
+        self.program, self.clusters = program, clusters
+
+    def share(self, value: str, direction: int, is_gradient: bool) -> float:
+        """Of the bytes of its stretch, what one tensor of `value` has: gathered for `direction` (0: forward), or reduced. 1: it is alone."""
+        what = "gradient" if is_gradient else DIRECTIONS[direction]
+        for tensor in self.program.q.members[value]:
+            if (found := self._groups.get((tensor, what))) is not None:
+                nbytes = self.program.graph.tensors[tensor].nbytes
+                return nbytes / max(nbytes, self._bytes[found])
+        return 1.0
+
+    @cached_property
+    def _groups(self) -> dict[tuple[str, str], Group]:
+        p = self.program
+        windows = OverlapWindows(p.graph, p.q.stacks)
+        position = {op.name: i for i, op in enumerate(p.graph.ops)}
+        found: dict[tuple[str, str], Group] = {}
+        for t in p.graph.params.values():
+            for direction in DIRECTIONS:
+                if users := p.users(t.name, direction, self.clusters):
+                    found[t.name, direction] = direction, windows.at(min(position[op.name] for op in users)), t.dtype
+        for name in p.params_of_grad:
+            if name in p.graph.tensors:
+                made = position.get(name, position.get(name.split(".")[0], windows.turn))
+                found[name, "gradient"] = "gradient", windows.at(made), p.graph.tensors[name].dtype
+        return found
+
+    @cached_property
+    def _bytes(self) -> dict[Group, float]:
+        total: dict[Group, float] = defaultdict(float)
+        for (tensor, _), group in self._groups.items():
+            total[group] += self.program.graph.tensors[tensor].nbytes
+        return total

@@ -1,0 +1,77 @@
+"""Which mesh, where none is asked for.
+
+The cluster's nodes x devices first. An axis of it has one role in a good plan, and a part of a node may have one of its own (tensor parallelism over two devices of eight, data
+over the rest); so the same devices are tried as (nodes x devices / k) x k too, for every k that divides a node's devices, largest first. Each is a program of its own. They are
+left out where they could save little: what communication adds to the plan that was found is all that another split of the devices might take away, unless memory makes it run
+something again or keep it elsewhere. Where the number of micro-batches is to be found as well, meshes are compared with the whole batch at once, and other numbers tried on the best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from autopar.errors import AutoparError
+from autopar.hardware.cluster import Cluster
+from autopar.plan.plan import Plan
+from autopar.planner.axes import said
+from autopar.planner.infeasible import InfeasibleError
+from autopar.planner.micro_batches import AUTO
+from autopar.text.times import format_time
+
+WORTH = 0.01  # of a step, that communication adds, from which other meshes are tried
+TRIED = "meshes"  # of a plan's solver: what was tried
+
+
+def others(cluster: Cluster) -> Iterator[dict[str, int]]:
+    """The cluster's devices on two axes, cut elsewhere than between nodes."""
+    for k in range(cluster.devices_per_node - 1, 1, -1):
+        if cluster.devices_per_node % k == 0:
+            yield {"dp": cluster.size // k, "tp": k}
+
+
+def may_be_better(plan: Plan) -> bool:
+    """Whether another split of the devices could save what is worth it."""
+    told = plan.predicted
+    return bool(plan.recompute or plan.offload) or told.get("exposed_s", math.inf) > WORTH * told["step_time_s"]
+
+
+def best_of(
+    first: Mapping[str, int],
+    rest: Iterable[dict[str, int]],
+    planned: Callable[[Mapping[str, int], int | str, bool], Plan],
+    number: int | str,
+    is_late: Callable[[], bool],
+) -> Plan:
+    """The fastest plan on `first` and, where they may be better, on `rest`; it says what the others take. planned: on a mesh, with a number of micro-batches; whether it is the first.
+    Raises what planning on `first` raises: what fits on no plan of that hardly fits elsewhere."""
+    tries = 1 if number == AUTO else number
+    try:
+        found = planned(first, tries, True)
+    except InfeasibleError:
+        if tries == number:
+            raise
+        return planned(first, number, True)
+    best, axes = found, first
+    tried = {said(first): format_time(found.predicted["step_time_s"])}
+    for other in rest if may_be_better(found) else ():
+        if is_late():
+            tried[said(other)] = "not tried, for want of time"
+            continue
+        try:
+            plan = planned(other, tries, False)
+        except InfeasibleError:
+            tried[said(other)] = "does not fit"
+            continue
+        except AutoparError:  # for want of time
+            tried[said(other)] = "no plan was found"
+            continue
+        tried[said(other)] = format_time(plan.predicted["step_time_s"])
+        if plan.predicted["step_time_s"] < best.predicted["step_time_s"]:
+            best, axes = plan, other
+    if tries != number:
+        best = planned(axes, number, axes is first)
+    if len(tried) == 1:
+        return best
+    return replace(best, solver={**best.solver, TRIED: "; ".join(f"{mesh}: {what}" for mesh, what in tried.items())}).answering_as(best)
