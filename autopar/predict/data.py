@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.cost.buckets import limit
 from autopar.cost.model import Cost
 from autopar.errors import LayoutError
 from autopar.planner.layout import Layout
@@ -77,12 +78,15 @@ def is_once_a_step(layout: Layout, micro_batches: int) -> bool:
     return layout.zero < 2 or (layout.zero == 2 and micro_batches == 1)
 
 
-def traffic(params: Held, layout: Layout, runtime: Runtime, cost: Cost, replicas: int, micro_batches: int, windows: Windows) -> Traffic:
-    """params: psi."""
+def traffic(
+    params: Held, layout: Layout, runtime: Runtime, cost: Cost, replicas: int, micro_batches: int, windows: Windows, layers: int = 1
+) -> Traffic:
+    """params: psi; layers: of the rank. Each is a bucket of its own at least, where the runtime does traffic by halves: it pays a latency for each."""
+    buckets = layers if runtime.by_halves else 1
     every, ways = replicas * layout.cp, sharded_over(layout, replicas)
     routed = experts_over(layout, ways)
-    parts = _parts(params.dense, ("dp", "ep", "cp"), every, ways, layout, runtime, cost, micro_batches, windows)
-    experts = _parts(params.experts, ("dp", "cp"), every // layout.ep, routed, layout, runtime, cost, micro_batches, windows)
+    parts = _parts(params.dense, ("dp", "ep", "cp"), every, ways, layout, runtime, cost, micro_batches, windows, buckets)
+    experts = _parts(params.experts, ("dp", "cp"), every // layout.ep, routed, layout, runtime, cost, micro_batches, windows, buckets)
     if parts and experts:  # the same steps of a step: each pair runs beside the same
         parts = [(a + b, window) for (a, window), (b, _) in zip(parts, experts, strict=True)]
     parts = parts or experts
@@ -102,16 +106,23 @@ def _parts(
     cost: Cost,
     micro_batches: int,
     windows: Windows,
+    buckets: int,
 ) -> list[tuple[float, tuple[float, ...]]]:
-    """Seconds of traffic, and what each may run beside. names: axes of the mesh over which parameters are alike; every: ranks on them."""
+    """Seconds of traffic, and what each may run beside. names: axes of the mesh over which parameters are alike; every: ranks on them; buckets: at least so many."""
     if every == 1 or not params:
         return []
     axes = tuple(c for a in names for c in cost.mesh.children(a))
     r, p = runtime.reduce_bytes, runtime.param_bytes
 
     def took(kind: str, nbytes: float, over: tuple[str, ...], n: int) -> float:
+        if n == 1:
+            return 0.0
         twice = 2 if kind == "all_reduce" else 1
-        return cost.collective(kind, over, twice * nbytes * (n - 1) / n).seconds if n > 1 else 0.0
+        whole_s = cost.collective(kind, over, twice * nbytes * (n - 1) / n).seconds
+        if buckets == 1:
+            return whole_s
+        within = limit(cost, kind, over)
+        return whole_s + within.alpha_s * (nbytes / min(within.full_bytes or nbytes, nbytes / buckets) - 1)
 
     before, after, step_windows = windows.before_s, windows.after_s, (windows.step_s,)
     if layout.zero == 0:

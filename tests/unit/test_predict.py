@@ -10,6 +10,7 @@ from torch import nn
 
 import autopar
 from autopar import Layout
+from autopar.cost.buckets import limit
 from autopar.cost.model import Cost
 from autopar.errors import AutoparError, LayoutError
 from autopar.graph.mesh import Mesh
@@ -213,6 +214,23 @@ def test_data_parallel_traffic_by_hand() -> None:
     assert hidden.exposed_s == pytest.approx(told.seconds / 2)
     waits = traffic(Held(1e9), Layout(zero=1), replace(BY_HAND, data_exposed=0.1), cost, 8, 4, Windows((0.001,), (0.001,), 4.0))
     assert waits.exposed_s == pytest.approx(told.seconds - 0.002)
+
+
+def test_each_layer_pays_a_latency_where_buckets_are_layers() -> None:
+    """Of our own runtime; those of others are fitted, with whatever buckets they have."""
+    cost = Cost(Cluster.of("h100:8"), Mesh.of({"pp": 1, "dp": 8, "ep": 1, "cp": 1, "tp": 1}))
+
+    def seconds(psi: float, layers: int, runtime: Runtime) -> float:
+        return traffic(Held(psi), Layout(), runtime, cost, 8, 1, Windows(), layers).seconds
+
+    ours, axes = RUNTIMES["autopar"], tuple(cost.mesh.children("dp"))
+    within = limit(cost, "all_reduce", axes)
+    small, large = 0.1 * within.full_bytes / ours.reduce_bytes, 100 * within.full_bytes / ours.reduce_bytes
+    for n in (1, 4, 10):
+        assert seconds(n * small, n, ours) - seconds(n * small, 1, ours) == pytest.approx((n - 1) * within.alpha_s)
+        assert seconds(n * small, n, BY_HAND) == seconds(n * small, 1, BY_HAND)
+    # A layer of more than a full bucket is several.
+    assert seconds(large, 2, ours) - seconds(large, 1, ours) == pytest.approx(99 * within.alpha_s)
 
 
 def test_gradients_of_a_chunk_are_reduced_while_others_compute() -> None:
