@@ -1,7 +1,9 @@
-"""Steps of a small Llama by layout, with small collectives joined and each by itself, beside torch's DDP and FSDP2, over a slow link or plain gloo.
+"""Steps of a small Llama by layout, with small collectives joined and each by itself (tensor parallelism: with products beside its collectives and each waited for at once), beside
+torch's DDP, FSDP2 and tensor parallelism, over a slow link or plain gloo.
 
     python -m benchmarks.overlap --processes 2 --link 1000,50 --out benchmarks/results/overlap.json
     python -m benchmarks.overlap --processes 2 --link gloo
+    python -m benchmarks.overlap --processes 2 --layouts tp --width 512 --batch 4
 
 Over a slow link (`benchmarks/slow_link`: microseconds, MB a second) waiting takes no core, so communication hides as it does behind a network card; the plan is made for a cluster with
 that link. Plain gloo copies on the cores that compute. All cases are in the same processes and take turns, step by step; a ratio is of two steps of one turn, told as
@@ -12,11 +14,12 @@ longer than the link, over the whole run: where that is not close to nothing the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +27,10 @@ from typing import Any
 from benchmarks.baselines.measure import median
 from benchmarks.record import write
 
-LAYOUTS = ("ddp", "fsdp", "planned")
-WHOLE = ("tp",)  # layouts that split no batch
-PEERS = {"ddp": "torch ddp", "fsdp": "torch fsdp2"}
+LAYOUTS = ("ddp", "fsdp", "planned", "tp")
+WHOLE = ("tp", "torch tp")  # what splits no batch
+PEERS = {"ddp": "torch ddp", "fsdp": "torch fsdp2", "tp": "torch tp"}
+WITHOUT = {layout: "blocking" if layout in WHOLE else "single" for layout in LAYOUTS}  # the same without what is measured
 LATE = 0.02  # of what the links were busy: more, and the run tells nothing
 SAME = 1e-3  # losses, relative
 
@@ -35,7 +39,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--link", default="1000,50", help="microseconds and MB a second, or gloo")
-    parser.add_argument("--layouts", default=",".join(LAYOUTS), help=f"of {', '.join(LAYOUTS)}")
+    parser.add_argument("--layouts", default="ddp,fsdp,planned", help=f"of {', '.join(LAYOUTS)}")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, default=2048)
@@ -70,34 +74,65 @@ class Case:
     joined: str
 
 
-def case(name: str, a: argparse.Namespace, mesh: Any, local: Any) -> Case:
+def torch_case(name: str, a: argparse.Namespace, mesh: Any) -> Any:
+    import torch
+
+    model = built(a)
+    if name == "torch ddp":
+        return torch.nn.parallel.DistributedDataParallel(model)
+    if name == "torch tp":
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        columns, rows = (
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
+            ("self_attn.o_proj", "mlp.down_proj"),
+        )
+        for layer in model.model.layers:
+            parallelize_module(layer, mesh, {**{n: ColwiseParallel() for n in columns}, **{n: RowwiseParallel() for n in rows}})
+        return model
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+@contextlib.contextmanager
+def waited_for(each: bool) -> Iterator[None]:
+    """each: compiled here, collectives of activations are waited for at once."""
+    from autopar.passes import manager
+
+    before = manager.beside
+    if each:
+        manager.beside = lambda gm, *_: gm
+    try:
+        yield
+    finally:
+        manager.beside = before
+
+
+def case(name: str, a: argparse.Namespace, meshes: dict[bool, Any], ids: Any, local: Any) -> Case:
     import torch
 
     import autopar
 
-    compiled = a.backend == "inductor"
-    if name.startswith("torch"):
-        model = built(a)
-        if name == "torch ddp":
-            model = torch.nn.parallel.DistributedDataParallel(model)
-        else:
-            from torch.distributed.fsdp import fully_shard
-
-            for layer in model.model.layers:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(model, mesh=mesh)
+    compiled, layout, joined = a.backend == "inductor", name.split()[0], ""
+    mesh = meshes[name in WHOLE or layout in WHOLE]
+    mine = ids if name in WHOLE or layout in WHOLE else local
+    if layout == "torch":
+        model = torch_case(name, a, mesh)
         run = torch.compile(model) if compiled else model
-        joined = ""
     else:
-        layout = name.split()[0]
-        model = autopar.compile(
-            built(a), mesh, layout=None if layout == "planned" else layout, cluster=cluster(a), inputs="local", backend=a.backend,
-            bucket_collectives=not name.endswith("single"), example_inputs={"input_ids": local, "labels": local},
-        )  # fmt: skip
+        with waited_for(name.endswith("blocking")):
+            model = autopar.compile(
+                built(a), mesh, layout=None if layout == "planned" else layout, cluster=cluster(a), inputs="global" if layout in WHOLE else "local",
+                backend=a.backend, bucket_collectives=not name.endswith("single"), example_inputs={"input_ids": mine, "labels": mine},
+            )  # fmt: skip
         run = model
         joined = str(model.plan.solver.get("buckets", ""))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    return Case(lambda: run(input_ids=local, labels=local).loss, optimizer, joined)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=name != "torch tp")
+    return Case(lambda: run(input_ids=mine, labels=mine).loss, optimizer, joined)
 
 
 def cluster(a: argparse.Namespace) -> Any:
@@ -115,7 +150,7 @@ def cluster(a: argparse.Namespace) -> Any:
 
 def names(a: argparse.Namespace) -> list[str]:
     layouts = a.layouts.split(",")
-    ours = [n for layout in layouts for n in (layout, f"{layout} single")]
+    ours = [n for layout in layouts for n in (layout, f"{layout} {WITHOUT[layout]}")]
     return [*(PEERS[x] for x in layouts if x in PEERS), *ours]
 
 
@@ -135,10 +170,10 @@ def rank(rank: int, store: str, out: str, a: argparse.Namespace) -> None:
     if slow:
         alpha_us, mega = map(float, a.link.split(","))
         slow_link.configure(alpha_us * 1e-6, mega * 1e6)
-    mesh = init_device_mesh("cpu", (a.processes,), mesh_dim_names=("dp",))
+    meshes = {whole: init_device_mesh("cpu", (a.processes,), mesh_dim_names=("tp" if whole else "dp",)) for whole in (False, True)}
     ids = torch.randint(4, a.vocabulary, (a.batch, a.sequence), generator=torch.Generator().manual_seed(1))
     local = ids.chunk(a.processes)[rank].contiguous()
-    cases = {n: case(n, a, mesh, local) for n in names(a)}
+    cases = {n: case(n, a, meshes, ids, local) for n in names(a)}
     found: dict[str, dict[str, list[float]]] = {n: {} for n in cases}
     for turn in range(-2, a.rounds):  # two to warm up
         for n, c in cases.items():
@@ -207,7 +242,7 @@ def main() -> None:
         )
     ratios = []
     for layout in a.layouts.split(","):
-        ratios.append(ratio(runs, layout, f"{layout} single"))
+        ratios.append(ratio(runs, layout, f"{layout} {WITHOUT[layout]}"))
         ratios += [ratio(runs, layout, peer) for peer in PEERS.values() if peer in runs and PEERS.get(layout, peer) == peer]
     for r in ratios:
         print(f"{r['of']} / {r['to']}: {r['median']:.3f} ({r['low']:.3f} to {r['high']:.3f})")
