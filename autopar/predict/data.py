@@ -81,7 +81,8 @@ def is_once_a_step(layout: Layout, micro_batches: int) -> bool:
 def traffic(
     params: Held, layout: Layout, runtime: Runtime, cost: Cost, replicas: int, micro_batches: int, windows: Windows, layers: int = 1
 ) -> Traffic:
-    """params: psi; layers: of the rank. Each is a bucket of its own at least, where the runtime does traffic by halves: it pays a latency for each."""
+    """params: psi; layers: of the rank, with what comes before and after them. Each is a bucket of its own at least, where the runtime does traffic by halves: it pays a latency
+    for each."""
     buckets = layers if runtime.by_halves else 1
     every, ways = replicas * layout.cp, sharded_over(layout, replicas)
     routed = experts_over(layout, ways)

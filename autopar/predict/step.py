@@ -85,7 +85,7 @@ def step(
                 run.busy_s[r],
                 (micro_batches * sum(times.forward_s[r :: layout.pp]), micro_batches * sum(times.backward_s[r :: layout.pp])),
             ),
-            max(1, sum(n for stage in mine for p, n in stage.items() if p.layers)),
+            max(1, sum(n for stage in mine for p, n in stage.items() if p.params)),
         ).exposed_s
         for r, mine in enumerate(ranks)
     ]  # fmt: skip

@@ -63,8 +63,10 @@ def test_times() -> None:
     """A call bears its share of the reductions of gradients and of the optimizer's step; all else is as without accumulation. (Where backward waits for reductions, it makes
     again for nothing what forward then need not write: its time is told where it does not.)"""
     zoo = ZOO["gpt2"]
-    model, slow = zoo.build(2), Cluster.of("h100:1x8")
-    fast = slow.model_copy(update={"intra": slow.intra.model_copy(update={"latency_s": 0.0, "bandwidth_Bps": 1e18})})
+    model, h100 = zoo.build(2), Cluster.of("h100:1x8")
+    slow, fast = (
+        h100.model_copy(update={"intra": h100.intra.model_copy(update={"latency_s": 0.0, "bandwidth_Bps": x})}) for x in (1e8, 1e18)
+    )
 
     def predicted(m: int, cluster: Cluster) -> dict[str, float]:
         shapes = {k: tuple(v.shape) for k, v in zoo.inputs(8, 32).items()}

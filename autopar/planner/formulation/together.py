@@ -23,13 +23,14 @@ class Together:
         self.program, self.clusters = program, clusters
 
     def share(self, value: str, direction: int, is_gradient: bool) -> float:
-        """Of the bytes of its stretch, what one tensor of `value` has: gathered for `direction` (0: forward), or reduced. 1: it is alone."""
+        """Of the bytes of its stretch, what one tensor of `value` has, on average: gathered for `direction` (0: forward), or reduced. 1: it is alone."""
         what = "gradient" if is_gradient else DIRECTIONS[direction]
-        for tensor in self.program.q.members[value]:
-            if (found := self._groups.get((tensor, what))) is not None:
-                nbytes = self.program.graph.tensors[tensor].nbytes
-                return nbytes / max(nbytes, self._bytes[found])
-        return 1.0
+        shares = [self._share(tensor, what) for tensor in self.program.q.members[value] if (tensor, what) in self._groups]
+        return sum(shares) / len(shares) if shares else 1.0
+
+    def _share(self, tensor: str, what: str) -> float:
+        nbytes = self.program.graph.tensors[tensor].nbytes
+        return nbytes / max(nbytes, self._bytes[self._groups[tensor, what]])
 
     @cached_property
     def _groups(self) -> dict[tuple[str, str], Group]:
