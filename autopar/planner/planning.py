@@ -46,6 +46,7 @@ TOGETHER = 2, 3, 4  # layers that are taken as one where nothing fits otherwise,
 LARGE_GAP = 0.02  # a gap, relative, from which that is tried
 LARGEST = 1500  # kinds of operators in a program of such
 LEAST_S = 10.0  # for an answer little above the smallest peak, where nothing else is within the budget
+PATIENT_S = 40.0  # where nobody said how much time there is: better late than no plan
 GROUPED_S = 30.0  # for one of them, at most
 
 
@@ -163,7 +164,8 @@ def plan_graph(
         except TimeoutError:
             if least:
                 raise
-            with watching(until=time.perf_counter() + max(LEAST_S, step.stages.limits.seconds)):
+            patience_s = PATIENT_S if step.stages.limits.in_proportion else LEAST_S
+            with watching(until=time.perf_counter() + max(patience_s, step.stages.limits.seconds)):
                 done = budgets.within_budget(step.stages)
     for larger in step.grouped(done.answer.shortfall_bytes if isinstance(done.answer, Infeasible) else 0.0):
         if not least and isinstance(done.answer, Solution) and done.answer.gap <= max(LARGE_GAP, step.stages.limits.gap):
