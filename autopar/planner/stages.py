@@ -286,6 +286,9 @@ class Stages:
 
     def with_low_memory_strategies(self, v: View, mesh: Mesh, f: Formulator, problem: Problem, bound_s: float, best: Found | None) -> Found:
         """At the strategies that need the least memory: an answer, or by how much the budget is short."""
+        if self.training.keeps_gathered:  # which takes memory, and is one more thing to choose
+            self.training = replace(self.training, keeps_gathered=False)
+            f, problem = self.formulated(v, mesh)
         relaxation = Relaxation(problem.relaxed)
 
         def peak(strategies: Sequence[int]) -> float:
