@@ -31,7 +31,7 @@ from torch import fx
 
 from autopar import _torch
 from autopar.cost import Cost
-from autopar.cost.buckets import JOINED, Limit, joined, limit
+from autopar.cost.buckets import JOINED, joined, limit
 from autopar.graph.calls import collective_of, is_collective, nbytes
 from autopar.passes.overlap import MARK, STRETCH, computes, is_ahead, is_behind
 from autopar.passes.partition import Parts
@@ -87,7 +87,6 @@ def bucketed(parts: Parts, prefix: str, cost: Cost) -> Bucketed:
 
 
 def _buckets(graph: fx.Graph, prefix: str, cost: Cost) -> list[list[fx.Node]]:
-    limits: dict[tuple[str, tuple[str, ...]], Limit] = {}
     together: dict[tuple[Any, ...], list[fx.Node]] = defaultdict(list)
     done: dict[fx.Node, int] = {}  # calls that compute, before a node
     for n in graph.nodes:
@@ -95,7 +94,7 @@ def _buckets(graph: fx.Graph, prefix: str, cost: Cost) -> list[list[fx.Node]]:
     for n in graph.nodes:
         if not is_collective(n) or STRETCH not in n.meta or not (is_ahead(n) or is_behind(n)):
             continue
-        kind, axes = collective_of(n, prefix)
+        kind, _ = collective_of(n, prefix)
         source = n.all_input_nodes[0].meta["val"]
         if kind not in JOINED or (kind == "all_gather") != is_ahead(n):
             continue
@@ -103,10 +102,9 @@ def _buckets(graph: fx.Graph, prefix: str, cost: Cost) -> list[list[fx.Node]]:
         (wait,) = n.users
         place = done[n] if is_ahead(n) else done[wait]
         together[n.meta[MARK], n.meta[STRETCH], place, str(n.target), n.args[1:], source.dtype, source.device].append(n)
-        limits[kind, axes] = limits.get((kind, axes)) or limit(cost, kind, axes)
     out = []
     for nodes in together.values():
-        within = limits[collective_of(nodes[0], prefix)]
+        within = limit(cost, *collective_of(nodes[0], prefix))
         out += [[nodes[i] for i in group] for group in joined([_whole(n) for n in nodes], within) if len(group) > 1]
     return out
 

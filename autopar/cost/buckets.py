@@ -15,9 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autopar.cost.links import CollectiveCost
 from autopar.cost.model import Cost
+from autopar.graph.mesh import Mesh
+from autopar.hardware.cluster import Cluster
 
 LATENCY = 0.1
 JOINED = ("all_gather", "reduce_scatter", "all_reduce")
@@ -35,11 +38,15 @@ class Limit:
 
 def limit(cost: Cost, kind: str, axes: tuple[str, ...]) -> Limit:
     """kind: one of `JOINED`; axes: of the group."""
-    width = cost.mesh.sizes_product(axes)
-    per_byte = (width - 1) / width * (2 if kind == "all_reduce" else 1)  # what a rank sends of a tensor, `calls.wire_bytes`
+    return _limit(cost.cluster, cost.mesh, kind, axes)
+
+
+@lru_cache(maxsize=1024)
+def _limit(cluster: Cluster, mesh: Mesh, kind: str, axes: tuple[str, ...]) -> Limit:
+    cost, width = Cost(cluster, mesh), mesh.sizes_product(axes)
 
     def seconds(nbytes: float) -> float:
-        return cost.collective(kind, axes, per_byte * nbytes).seconds
+        return cost.collective(kind, axes, _sent(kind, width) * nbytes).seconds
 
     def copies_s(nbytes: float) -> float:
         moved = 2 * nbytes * (1 + 1 / width if kind == "all_gather" else 1)
@@ -51,32 +58,28 @@ def limit(cost: Cost, kind: str, axes: tuple[str, ...]) -> Limit:
     return Limit(_least(lambda n: LATENCY * seconds(n) >= alpha_s), _least(lambda n: copies_s(n) > alpha_s), alpha_s)
 
 
-class Shared:
-    """What collectives take that may be joined with others of their stretch."""
+def _sent(kind: str, width: int) -> float:
+    """Of a tensor, what a rank sends (`calls.wire_bytes`)."""
+    return (width - 1) / width * (2 if kind == "all_reduce" else 1)
 
-    def __init__(self, cost: Cost) -> None:
-        self.cost = cost
-        self._limits: dict[tuple[str, tuple[str, ...]], Limit] = {}
 
-    def collective(self, kind: str, axes: tuple[str, ...], wire_bytes: float, share: float) -> CollectiveCost:
-        """As `Cost.collective`. share: of the bytes of its stretch, what this one has; 1: it is alone. Of B bytes, in a bucket of L, it pays alpha B / L of the latency, where
-        L is what makes a bucket full, or all of the stretch."""
-        c = self.cost.collective(kind, axes, wire_bytes)
-        if kind not in JOINED or share >= 1:
-            return c
-        within = self.limit(kind, axes)
-        width = self.cost.mesh.sizes_product(axes)
-        nbytes = wire_bytes * width / (width - 1) / (2 if kind == "all_reduce" else 1) if width > 1 else 0.0
-        bucket = min(within.full_bytes, nbytes / share)
-        if nbytes > within.alone_bytes or bucket <= nbytes:
-            return c
-        saved_s = within.alpha_s * (1 - nbytes / bucket)
-        return CollectiveCost(c.link, c.seconds - saved_s, max(0.0, c.latency_s - saved_s))
+def whole_bytes(kind: str, wire_bytes: float, width: int) -> float:
+    """Of the tensor that is gathered or reduced among `width` ranks, where each sends so much."""
+    return wire_bytes / _sent(kind, width) if width > 1 else 0.0
 
-    def limit(self, kind: str, axes: tuple[str, ...]) -> Limit:
-        if (kind, axes) not in self._limits:
-            self._limits[kind, axes] = limit(self.cost, kind, axes)
-        return self._limits[kind, axes]
+
+def shared(cost: Cost, kind: str, axes: tuple[str, ...], wire_bytes: float, share: float) -> CollectiveCost:
+    """As `Cost.collective`, of what may be joined with others of its stretch. share: of the bytes of the stretch, what this one has; 1: it is alone. Of B bytes, in a bucket of
+    L, it pays alpha B / L of the latency, where L is what makes a bucket full, or all of the stretch."""
+    c = cost.collective(kind, axes, wire_bytes)
+    if kind not in JOINED or share >= 1:
+        return c
+    within, nbytes = limit(cost, kind, axes), whole_bytes(kind, wire_bytes, cost.mesh.sizes_product(axes))
+    bucket = min(within.full_bytes, nbytes / share)
+    if nbytes > within.alone_bytes or bucket <= nbytes:
+        return c
+    saved_s = within.alpha_s * (1 - nbytes / bucket)
+    return CollectiveCost(c.link, c.seconds - saved_s, max(0.0, c.latency_s - saved_s))
 
 
 def joined(nbytes: Sequence[float], within: Limit) -> list[list[int]]:

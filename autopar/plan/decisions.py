@@ -121,6 +121,11 @@ class Decisions:
         return {t: policy.removeprefix(OFFLOAD) for t, policy in self.activations.items() if policy.startswith(OFFLOAD)}
 
     @property
+    def gathered_once(self) -> frozenset[str]:
+        """Parameters of which what forward gathered stays for backward."""
+        return frozenset(n for n, c in self.params.items() if c.keeps_gathered)
+
+    @property
     def fallbacks(self) -> dict[str, int]:
         """Ops without a rule, replicated: target -> count."""
         return dict(Counter(self.targets[o] for o, c in self.ops.items() if c.fallback))

@@ -40,19 +40,19 @@ def may_be_better(plan: Plan) -> bool:
 def best_of(
     first: Mapping[str, int],
     rest: Iterable[dict[str, int]],
-    planned: Callable[[Mapping[str, int], int | str, bool], Plan],
+    planned: Callable[[Mapping[str, int], int | str], Plan],
     number: int | str,
     is_late: Callable[[], bool],
 ) -> Plan:
-    """The fastest plan on `first` and, where they may be better, on `rest`; it says what the others take. planned: on a mesh, with a number of micro-batches; whether it is the first.
+    """The fastest plan on `first` and, where they may be better, on `rest`; it says what the others take. planned: on a mesh, with a number of micro-batches.
     Raises what planning on `first` raises: what fits on no plan of that hardly fits elsewhere."""
     tries = 1 if number == AUTO else number
     try:
-        found = planned(first, tries, True)
+        found = planned(first, tries)
     except InfeasibleError:
         if tries == number:
             raise
-        return planned(first, number, True)
+        return planned(first, number)
     best, axes = found, first
     tried = {said(first): format_time(found.predicted["step_time_s"])}
     for other in rest if may_be_better(found) else ():
@@ -60,7 +60,7 @@ def best_of(
             tried[said(other)] = "not tried, for want of time"
             continue
         try:
-            plan = planned(other, tries, False)
+            plan = planned(other, tries)
         except InfeasibleError:
             tried[said(other)] = "does not fit"
             continue
@@ -71,7 +71,7 @@ def best_of(
         if plan.predicted["step_time_s"] < best.predicted["step_time_s"]:
             best, axes = plan, other
     if tries != number:
-        best = planned(axes, number, axes is first)
+        best = planned(axes, number)
     if len(tried) == 1:
         return best
     return replace(best, solver={**best.solver, TRIED: "; ".join(f"{mesh}: {what}" for mesh, what in tried.items())}).answering_as(best)

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import nn
@@ -114,104 +114,112 @@ def plan(
     """
     on_progress = _Stages(progress)
     captures: Captures = {}
-    tasks: dict[int, Task] = {}
-    limits = limits_of(options)
     least = Memory.of(memory).least
-    asked = checked(micro_batches)
-
-    def captured(m: int) -> Task:
-        if m not in tasks:
-            tasks[m] = task(
-                model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, on_progress, in_subprocess, m,
-                None if asked == 1 else captures, loss_head,
-            )  # fmt: skip
-        return tasks[m]
-
-    def is_late() -> bool:
-        return not limits.in_proportion and time.perf_counter() > on_progress.start + limits.seconds
-
-    of_one: dict[tuple[int, ...], Plan] = {}  # by mesh, of the whole batch at once
-    more: dict[tuple[tuple[int, ...], int], float] = {}  # what no plan of a multiple of so many micro-batches takes less than
-
-    def planned_on(axes: Mapping[str, int], number: int | str, is_first: bool = True) -> Plan:
-        sizes = tuple(axes.values())
-
-        def tasked(m: int) -> Task:
-            return captured(m).on(axes)
-
-        def planned(m: int, t: Task) -> Plan:
-            if m == 1 and sizes in of_one:
-                return of_one[sizes]
-            forms = tuple(Form(f.form, partial(planned_form, m, f, t), partial(least_s, m, f)) for f in t.forms)
-            made = better(forms, least, limits.gap, is_late)
-            if m == 1:
-                of_one[sizes] = made
-            return made
-
-        def least_s(m: int, t: Task) -> float:
-            return m * least_of(t.folded, t.mesh_axes, t.cluster, t.training)
-
-        def planned_form(m: int, t: Task, first: Task, says_other: bool) -> Plan:
-            since = on_progress.start if t is first and is_first and (m == 1 or asked != AUTO) else None
-            if since is None and not limits.in_proportion:
-                since = on_progress.start
-
-            instead = other_of(t)
-
-            def ask_of_more(stages: Stages) -> None:
-                if t is first and asked == AUTO:
-                    more[sizes, m] = m * bound_of_more(stages, instead)
-
-            found = plan_graph(
-                t.folded,
-                t.mesh_axes,
-                t.cluster,
-                t.training,
-                limits,
-                on_progress,
-                layout,
-                least,
-                since,
-                instead if says_other else None,
-                ask_of_more,
-            )
-            training = within(t.training, found.plan) if least else t.training
-            known = (found.found,) if len(t.mesh_axes) > WHOLE_AXES else ()  # the frontier does not solve the whole program of so many
-            made = of_the_call(_of_the_whole(found.plan, t.folded, model), m)
-            return made.explained_by(
-                lambda op, placement: explain_graph(t.folded, t.mesh_axes, t.cluster, training, op, placement, limits, None, layout),
-                lambda points: _frontier(t, points, limits, None, layout, known=known),
-            )
-
-        if isinstance(number, int):
-            try:
-                return planned(number, tasked(number))
-            except InfeasibleError as e:
-                raise e.of_one_micro_batch() if asked == 1 else e from None
-        batch = batch_size(tuple(Tensor("", shape, "") for shape in shapes_of(inputs))) or 1
-        made, _ = fastest(
-            candidates(batch),
-            tasked,
-            lambda m, t: min(least_s(m, f) for f in t.forms),
-            planned,
-            is_late,
-            lambda m: more.get((sizes, m), 0.0),
-            limits.gap,
-        )
-        return made
-
-    if least and asked == AUTO:
+    number = checked(micro_batches)
+    if least and number == AUTO:
         raise AutoparError(
             'memory="least" asks for the smallest peak, which more micro-batches make smaller', fix="pass a number of micro_batches"
         )
+
+    def captured(m: int) -> Task:
+        return task(
+            model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, on_progress, in_subprocess, m,
+            None if number == 1 else captures, loss_head,
+        )  # fmt: skip
+
+    batch = batch_size(tuple(Tensor("", shape, "") for shape in shapes_of(inputs))) or 1
+    planner = _Planner(captured, batch, limits_of(options), on_progress, layout, least)
     where = Cluster.of(cluster)
     axes = mesh_axes(mesh, where)
-    if mesh is None and layout is None and not least:
-        made = best_of(axes, others(where), planned_on, asked, is_late)
-    else:
-        made = planned_on(axes, asked)
+    try:
+        if mesh is None and layout is None and not least:
+            made = best_of(axes, others(where), planner.plan, number, planner.is_late)
+        else:
+            made = planner.plan(axes, number)
+    except InfeasibleError as e:
+        raise e.of_one_micro_batch() if number == 1 else e from None
     on_progress.rest()
     return made
+
+
+class _Planner:
+    """Plans of one step on several meshes and as several numbers of micro-batches; each is captured, and planned, once. captured: by number of micro-batches."""
+
+    def __init__(
+        self,
+        captured: Callable[[int], Task],
+        batch: int,
+        limits: Limits,
+        on_progress: _Stages,
+        layout: str | Layout | None,
+        least: bool,
+    ) -> None:
+        self.captured, self.batch, self.limits = cache(captured), batch, limits
+        self.on_progress, self.layout, self.least = on_progress, layout, least
+        self.has_begun = False
+        self.made: dict[tuple[tuple[int, ...], int], Plan | InfeasibleError] = {}
+        self.more: dict[
+            tuple[tuple[int, ...], int], Callable[[], float]
+        ] = {}  # says what no plan of a multiple of so many micro-batches takes less than
+
+    def is_late(self) -> bool:
+        return not self.limits.in_proportion and time.perf_counter() > self.on_progress.start + self.limits.seconds
+
+    def plan(self, axes: Mapping[str, int], number: int | str) -> Plan:
+        """On a mesh, as so many micro-batches, or as many as is fastest (AUTO)."""
+        if isinstance(number, int):
+            return self.of(number, self.captured(number).on(axes))
+        sizes = tuple(axes.values())
+        made, _ = fastest(
+            candidates(self.batch),
+            lambda m: self.captured(m).on(axes),
+            lambda m, t: min(self.least_s(m, f) for f in t.forms),
+            self.of,
+            self.is_late,
+            lambda m: self.more[sizes, m]() if (sizes, m) in self.more else 0.0,
+            self.limits.gap,
+        )
+        return made
+
+    def of(self, m: int, t: Task) -> Plan:
+        """As `m` micro-batches, of which `t` is one."""
+        key = tuple(t.mesh_axes.values()), m
+        if key not in self.made:
+            forms = tuple(Form(f.form, partial(self.form, m, f, t), partial(self.least_s, m, f)) for f in t.forms)
+            try:
+                self.made[key] = better(forms, self.least, self.limits.gap, self.is_late)
+            except InfeasibleError as e:
+                self.made[key] = e
+        found = self.made[key]
+        if isinstance(found, InfeasibleError):
+            raise found
+        return found
+
+    @staticmethod
+    def least_s(m: int, t: Task) -> float:
+        return m * least_of(t.folded, t.mesh_axes, t.cluster, t.training)
+
+    def form(self, m: int, t: Task, first: Task, says_other: bool) -> Plan:
+        """Of one form of the step, `t`, of which `first` is the one that is planned first. Without a limit of time, what is planned first has what capturing it took counted."""
+        since = None if self.has_begun and self.limits.in_proportion else self.on_progress.start
+        self.has_begun = True
+        instead = other_of(t)
+
+        def keep(stages: Stages) -> None:
+            if t is first:
+                self.more[tuple(t.mesh_axes.values()), m] = cache(lambda: m * bound_of_more(stages, instead))
+
+        found = plan_graph(
+            t.folded, t.mesh_axes, t.cluster, t.training, self.limits, self.on_progress, self.layout, self.least, since,
+            instead if says_other else None, keep,
+        )  # fmt: skip
+        training = within(t.training, found.plan) if self.least else t.training
+        known = (found.found,) if len(t.mesh_axes) > WHOLE_AXES else ()  # the frontier does not solve the whole program of so many
+        made = of_the_call(_of_the_whole(found.plan, t.folded, t.model), m)
+        return made.explained_by(
+            lambda op, placement: explain_graph(t.folded, t.mesh_axes, t.cluster, training, op, placement, self.limits, None, self.layout),
+            lambda points: _frontier(t, points, self.limits, None, self.layout, known=known),
+        )
 
 
 def frontier(
@@ -234,7 +242,8 @@ def frontier(
     in_subprocess: bool = False,
     loss_head: str = "plain",
 ) -> Frontier:
-    """Plans from the fastest to the one of least memory: `plan.frontier()` of what `plan` makes of the same arguments, without making it.
+    """Plans from the fastest to the one of least memory: `plan.frontier()` of what `plan` makes of the same arguments, without making it. mesh: default nodes x devices, also
+    where `plan` would take another.
 
     points: at most so many. memory: no plan that needs more; default any, also more than a device has. loss_head: "plain" or "chunked". options: "seconds" are for all points.
     """
@@ -277,7 +286,8 @@ def explain(
     in_subprocess: bool = False,
     loss_head: str = "auto",
 ) -> Explanation:
-    """Why the plan that `plan` makes of the same arguments does not have `op` at `placement`, or what that would cost.
+    """Why the plan that `plan` makes of the same arguments does not have `op` at `placement`, or what that would cost. mesh: default nodes x devices, also where `plan`
+    would take another.
 
     op: a module's path, a parameter's or an operator's name, or how one ends: "mlp.gate_proj". placement: what mesh axes split, as
     "tp:out" (a loop, as `print(plan)` or the operator's rule names it), "Shard(1) over tp" (a dim of the result or of the parameter) or "Replicate over dp".

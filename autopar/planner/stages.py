@@ -33,9 +33,8 @@ from autopar.planner.low_memory import low_memory_strategies
 from autopar.planner.merged_axes import axes_said, merged
 from autopar.planner.segments import Segments, at_share, suggested
 from autopar.planner.views import View, view
+from autopar.planner.without_solver import by_descent
 from autopar.rules.grammar import Rule
-from autopar.solver.descent import Descent, descend
-from autopar.solver.evaluate import evaluate
 from autopar.solver.fold import Folded
 from autopar.solver.frontier import EXACT, Relaxation
 from autopar.solver.problem import Problem
@@ -57,7 +56,6 @@ LARGE = 400  # kinds of operators: on two axes, too, the whole of so many is sol
 TOO_MANY = 150_000  # arcs: more do not fit the time nor the memory that planning may take
 FIRST_S = 2.0  # of the solver, for a first answer, whatever the time
 SOON_S = 4.0  # left: then axes are merged first, which gives an answer soon
-TRIED = 3  # sets of strategies that were found without a solver, at most, for which it is asked what to keep
 LAST = 0.75  # of the time: then the whole program is given up for one that has an answer soon
 EFFORT_S, EFFORT = 6.0, 500.0  # in proportion: so many seconds, and so many times what a step takes at least
 ARCS = 6000  # that the solver gets through in a second
@@ -105,16 +103,17 @@ class Stages:
         only: Sequence[int] | None = None,
         room_s: float = math.inf,
         trim: Callable[[Problem], Problem] = lambda p: p,
+        training: TrainingConfig | None = None,
     ) -> tuple[Formulator, Problem]:
         began = time.perf_counter()
         if only is None:
             self.begin(f"formulate {axes_said(mesh)}")
-        f = Formulator(v.q, v.rules, mesh, v.cost, self.training, only)
+        f = Formulator(v.q, v.rules, mesh, v.cost, training or self.training, only)
         problem, names = f.run(room_s, trim)
         if self.restrict is not None and only is None:
             problem = self.restrict(problem, names, v.rules, mesh)
         if only is None:
-            if room_s == math.inf:
+            if room_s == math.inf and training is None:
                 self.last = mesh, f, problem
             self.on_progress(f"formulate {axes_said(mesh)}", time.perf_counter() - began)
         return f, problem
@@ -178,40 +177,26 @@ class Stages:
             return self.by_descent(v, bound_s)
 
     def by_descent(self, v: View, bound_s: float) -> Found:
-        """The best that is found without a solver, of the program that was formulated last; it is asked, for a while, only where that does not fit."""
+        """What is found without a solver, of the program that was formulated last."""
         self.begin("descent")
-        began = time.perf_counter()
-        if self.last is None:
-            with watching(until=math.inf):
-                self.formulated(v, self.mesh if self.restrict is not None else next(merged(self.mesh)))
-        assert self.last is not None
-        mesh, f, problem = self.last
-        end = time.perf_counter() + SOON_S
-        hands = () if self.restrict is not None else by_hand(problem, f.names, v.rules, mesh, self.mesh)
-        starts = [descend(kept, late=lambda: time.perf_counter() > end)[0] for kept in hands]
-        found = [f.all_strategies(x) for x in descend(problem, starts, lambda: time.perf_counter() > end)]
-        bound_s = max(bound_s, least_s(v.shrunk, v.rules, v.cost))
-        best: Found | None = None
+        began, bound_s = time.perf_counter(), max(bound_s, least_s(v.shrunk, v.rules, v.cost))
         with watching(until=math.inf):
-            for strategies in found:
-                narrow, only = self.formulated(v, mesh, only=strategies)
-                decision = Descent(only).decision((0,) * len(only.choices))
-                price = evaluate(only, decision)
-                if price.feasible:
-                    spent_s = time.perf_counter() - self.start
-                    answer = Solution(decision, price, min(bound_s, price.objective_s), spent_s, "time", 0, 0)
-                    best = Found(mesh, only, narrow.names, v.shrunk, v.rules, answer, narrow.formulated())
-                    break
-            if best is None:
-                for strategies in found[:TRIED]:
-                    with contextlib.suppress(TimeoutError):
-                        best = self.cut(mesh, strategies, bound_s, best, True)
+            if self.last is None:
+                self.formulated(v, self.mesh if self.restrict is not None else next(merged(self.mesh)))
+            assert self.last is not None
+            mesh, f, problem = self.last
+            best = by_descent(
+                f, problem, () if self.restrict is not None else by_hand(problem, f.names, v.rules, mesh, self.mesh),
+                lambda strategies: self.formulated(v, mesh, only=strategies),
+                lambda strategies, best: self.cut(mesh, strategies, bound_s, best, True),
+                lambda f, problem, answer: Found(mesh, problem, f.names, v.shrunk, v.rules, answer, f.formulated()),
+            )  # fmt: skip
         self.on_progress("descent", time.perf_counter() - began)
         if best is None or not isinstance(best.answer, Solution):
             raise NoAnswer("of what was found in time, nothing fits", bound_s)
-        self.has_answer = True
+        self.has_answer, bound_s = True, min(bound_s, best.answer.objective_s)
         self.so_far(self.mesh, bound_s, best)
-        return replace(best, answer=replace(best.answer, stopped_by="time"))
+        return replace(best, answer=replace(best.answer, bound_s=bound_s, seconds=time.perf_counter() - self.start, stopped_by="time"))
 
     # ---- one program -----------------------------------------------------------------------------------------------
 
@@ -286,13 +271,14 @@ class Stages:
 
     def with_low_memory_strategies(self, v: View, mesh: Mesh, f: Formulator, problem: Problem, bound_s: float, best: Found | None) -> Found:
         """At the strategies that need the least memory: an answer, or by how much the budget is short."""
-        if self.training.keeps_gathered:  # which takes memory, and is one more thing to choose
-            self.training = replace(self.training, keeps_gathered=False)
-            f, problem = self.formulated(v, mesh)
+        # What stays gathered takes memory, and would be one more thing to choose.
+        again = replace(self.training, keeps_gathered=False)
+        if again != self.training:
+            f, problem = self.formulated(v, mesh, training=again)
         relaxation = Relaxation(problem.relaxed)
 
         def peak(strategies: Sequence[int]) -> float:
-            found = smallest(self.formulated(v, mesh, only=strategies)[1], self.left)
+            found = smallest(self.formulated(v, mesh, only=strategies, training=again)[1], self.left)
             return math.inf if found is None else found[0]
 
         strategies = low_memory_strategies(f, lambda budget: relaxation.at(budget, self.left), peak)

@@ -139,14 +139,13 @@ def halves(sharded: Sharded, graph: Graph, plan: Decisions, groups: Groups, sett
         groups.ensure(axes)
     with timed("partition, offload, overlap"):
         pinned = frozenset(op.name for op in graph.ops if op.binding)
-        gathered = frozenset(n for n, c in plan.params.items() if c.keeps_gathered)
         parts = partition(
             sharded,
             reshard_after_forward=plan.reshard_after_forward,
             recompute=plan.recompute,
             fuses=fuses,
             pinned=pinned,
-            gathered=gathered,
+            gathered=plan.gathered_once,
         )
         dump.graph("partition, forward", parts.forward)
         dump.graph("partition, backward", parts.backward)

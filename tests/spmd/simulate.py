@@ -175,8 +175,7 @@ def simulated(
             group = dist.new_group(ranks)
             if 0 in ranks:
                 _torch.alias_process_group(group_name("sim", axes), group)
-    gathered = frozenset(n for n, c in plan.params.items() if c.keeps_gathered)
-    parts = partition(sharded, reshard_after_forward=plan.reshard_after_forward, recompute=plan.recompute, gathered=gathered)
+    parts = partition(sharded, reshard_after_forward=plan.reshard_after_forward, recompute=plan.recompute, gathered=plan.gathered_once)
     if plan.offload:
         parts = offload(parts, STORE, window_of(p.graph, fold(p.graph).stacks), p.captured.fake_mode)
     return Simulated(p.captured, p.graph, plan, parts, mesh, sharded.collectives)

@@ -41,10 +41,6 @@ def planned(p: Prepared, budget_bytes: float = float("inf"), layout: Layout | st
     return plan_graph(p.graph, MESH, where, TrainingConfig(trainable, budget_bytes=budget_bytes), Limits(0.01, 60), layout=layout)
 
 
-def kept(plan: Plan) -> set[str]:
-    return {n for n, c in plan.params.items() if c.keeps_gathered}
-
-
 def gathers(sim: Simulated, half: str) -> int:
     gm = mark(getattr(sim.parts, half), inputs_of(sim.parts, half == "backward"))
     return sum(is_collective(n) and is_ahead(n) for n in gm.graph.nodes)
@@ -60,9 +56,9 @@ def test_once_or_twice(name: str) -> None:
     p, inputs = captured(name)
     once, twice = planned(p, layout=SHARDED), planned(p, layout="fsdp")
     assert once.plan.predicted["step_time_s"] <= twice.plan.predicted["step_time_s"] * 1.001
-    stays = kept(once.plan)
-    assert stays and not kept(twice.plan)
-    assert kept(Plan.loads(dumps(once.plan))) == stays
+    stays = once.plan.gathered_once
+    assert stays and not twice.plan.gathered_once
+    assert Plan.loads(dumps(once.plan)).gathered_once == stays
     assert "gathered once" in str(once.plan) and "gathered once" not in str(twice.plan)
     assert "gathered again in backward -> gathered once" in twice.plan.diff(once.plan)
     counts = []
@@ -81,7 +77,9 @@ def test_once_or_twice(name: str) -> None:
     most = max(once.solution.price.row_bytes)
     least = max(twice.solution.price.row_bytes)
     short = planned(p, 0.5 * (most + least), SHARDED) if least < 0.95 * most else None
-    assert short is None or (len(kept(short.plan)) < len(stays) and max(short.solution.price.row_bytes) <= 0.5 * (most + least) * 1.00001)
+    assert short is None or (
+        len(short.plan.gathered_once) < len(stays) and max(short.solution.price.row_bytes) <= 0.5 * (most + least) * 1.00001
+    )
 
 
 def test_a_plan_chooses_it() -> None:

@@ -45,8 +45,7 @@ class Planner:
     def __init__(self, of: Mapping[tuple[str, int | str], Plan | Exception]) -> None:
         self.of, self.asked = of, list[tuple[str, int | str]]()
 
-    def __call__(self, axes: Mapping[str, int], number: int | str, is_first: bool) -> Plan:
-        assert is_first == (dict(axes) == FIRST)
+    def __call__(self, axes: Mapping[str, int], number: int | str) -> Plan:
         self.asked.append((said(axes), number))
         found = self.of[self.asked[-1]]
         if isinstance(found, Exception):

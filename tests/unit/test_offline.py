@@ -128,7 +128,7 @@ def test_too_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def late(*_: object, **__: object) -> None:
         raise TimeoutError("no answer within 1 s")
 
-    for what in ("planner.stages.solve_relaxed", "planner.stages.descend", "planner.budgets.Budgets"):
+    for what in ("planner.stages.solve_relaxed", "planner.without_solver.descend", "planner.budgets.Budgets"):
         monkeypatch.setattr(f"autopar.{what}", late)
     with pytest.raises(AutoparError, match="no answer within 1 s") as e:
         planned()

@@ -103,11 +103,14 @@ def test_two_layers_of_one_product_each_stay_apart() -> None:
 
 @pytest.mark.parametrize("kinds", ["llgl", "wlll"])
 def test_what_is_tied_is_a_plan_of_layers_that_decide_for_themselves(kinds: str) -> None:
-    """Never faster than theirs, and here little slower; of four layers the first and the last do what those between cannot."""
+    """Never faster than theirs, and here little slower, where every collective pays a latency. Where they share it, more is lost: the first and the last of four layers
+    then do what those between cannot."""
     mesh = Mesh.of({"dp": 4})
-    alone, tied = (solve(formulated(of(kinds), patterns, mesh)[2], EXACT) for patterns in (False, True))
-    assert isinstance(alone, Solution) and isinstance(tied, Solution)
-    assert alone.objective_s * (1 - 1e-6) <= tied.objective_s <= alone.objective_s * 1.2
+    for joins, most in ((False, 1.1), (True, 1.2)):
+        step = replace(of(kinds), training=replace(of(kinds).training, joins=joins))
+        alone, tied = (solve(formulated(step, patterns, mesh)[2], EXACT) for patterns in (False, True))
+        assert isinstance(alone, Solution) and isinstance(tied, Solution)
+        assert alone.objective_s * (1 - 1e-6) <= tied.objective_s <= alone.objective_s * most
 
 
 @pytest.mark.parametrize("kinds, axes", [("llgllgllgl", {"dp": 4}), ("wllll", {"dp": 2, "tp": 2})])

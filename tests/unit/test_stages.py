@@ -13,7 +13,7 @@ import autopar
 from autopar.errors import AutoparError
 from autopar.plan.plan import Plan
 from autopar.plan.schema import dumps
-from autopar.planner import budgets, stages
+from autopar.planner import budgets, stages, without_solver
 from autopar.planner.infeasible import InfeasibleError
 from autopar.solver.solve import NoAnswer
 from autopar.text.sizes import format_bytes
@@ -89,7 +89,7 @@ def test_one_axis_without_an_answer_is_asked_as_a_frontier_is(monkeypatch: pytes
 
 def test_no_answer_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "solve_relaxed", no_time)
-    monkeypatch.setattr(stages, "descend", no_time)
+    monkeypatch.setattr(without_solver, "descend", no_time)
     monkeypatch.setattr(budgets, "Budgets", no_time)
     with pytest.raises(AutoparError, match=r"no answer within 60 s(?s:.*)more time"):
         planned("8")

@@ -11,7 +11,6 @@ from functools import cached_property
 from autopar.graph.graph import Op
 from autopar.planner.formulation.formulated import Formulated
 from autopar.planner.formulation.materialized import materialized
-from autopar.planner.formulation.overlap_windows import OverlapWindows
 from autopar.solver.problem import Problem
 
 # Bytes per element that drawing random numbers from counters takes on the way, run call by call: 64-bit words (measured: tests/spmd/test_memory.py).
@@ -27,7 +26,7 @@ class Lifetimes:
         self.turn = next((i for i, op in enumerate(ops) if op.direction == "backward"), len(ops))
         self.position = {op.name: i for i, op in enumerate(ops)}
         self.end = len(ops)
-        self.windows = OverlapWindows(self.program.graph, self.program.q.stacks)
+        self.windows = self.program.windows
         self.materialized, self.written_ahead, self.written_by_recompute = materialized(self.program, f.cost)
         self.remade: dict[int, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)  # value -> reruns that make it, at which nodes
         for i, rerun in enumerate(problem.reruns):

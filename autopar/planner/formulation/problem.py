@@ -185,7 +185,7 @@ class Formulator:
             c = self.choice(f"storage of {name}", [o.label for o in options], times)
             self.names.storage[t.name] = (c, options)
             wire = self.wires.wire(t)
-            wire.overlaps = wire.gathered = True
+            wire.gathered = True
             end = End(c, tuple(wire.node(o.placement) for o in options))
             wire.supplies[0][end] = wire.supplies[1][end] = None
 
@@ -210,7 +210,7 @@ class Formulator:
             wire.policies = direction == 0 and not is_view(op, self.program.rules[op.name]) and not gone
             for p in self.program.params_of_grad.get(out.name, ()):
                 choice, options = self.names.storage[self.program.q.group[self.program.graph.params[p].name]]
-                wire.overlaps = wire.reduces = True
+                wire.reduces = True
                 wire.nbytes = out.numel * self.grad_bytes(p)
                 wire.demands[direction][End(choice, tuple(wire.node(o.placement) for o in options))] = None
 

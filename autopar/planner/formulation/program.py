@@ -8,6 +8,7 @@ from functools import cached_property
 
 from autopar.graph.graph import Op, Tensor
 from autopar.planner.formulation.clusters import Clusters
+from autopar.planner.formulation.overlap_windows import OverlapWindows
 from autopar.planner.formulation.symmetry import SymmetryClasses
 from autopar.rules.grammar import Rule
 
@@ -45,6 +46,10 @@ class Program:
     def stack_of(self) -> dict[str, int]:
         """Operator -> the repeated stack that it is of."""
         return {n: i for i, s in enumerate(self.q.stacks) for copies in (s.forward, s.backward) for names in copies for n in names}
+
+    @cached_property
+    def windows(self) -> OverlapWindows:
+        return OverlapWindows(self.graph, self.q.stacks)
 
     def users(self, name: str, direction: str, clusters: Clusters) -> list[Op]:
         """Operators of `direction` that read `name`, through views; of a parameter, through what follows from it alone."""

@@ -11,7 +11,6 @@ from collections import defaultdict
 from functools import cached_property
 
 from autopar.planner.formulation.clusters import Clusters
-from autopar.planner.formulation.overlap_windows import OverlapWindows
 from autopar.planner.formulation.program import Program
 
 DIRECTIONS = ("forward", "backward")
@@ -35,17 +34,16 @@ class Together:
     @cached_property
     def _groups(self) -> dict[tuple[str, str], Group]:
         p = self.program
-        windows = OverlapWindows(p.graph, p.q.stacks)
         position = {op.name: i for i, op in enumerate(p.graph.ops)}
         found: dict[tuple[str, str], Group] = {}
         for t in p.graph.params.values():
             for direction in DIRECTIONS:
                 if users := p.users(t.name, direction, self.clusters):
-                    found[t.name, direction] = direction, windows.at(min(position[op.name] for op in users)), t.dtype
+                    found[t.name, direction] = direction, p.windows.at(min(position[op.name] for op in users)), t.dtype
         for name in p.params_of_grad:
             if name in p.graph.tensors:
-                made = position.get(name, position.get(name.split(".")[0], windows.turn))
-                found[name, "gradient"] = "gradient", windows.at(made), p.graph.tensors[name].dtype
+                made = position.get(name, position.get(name.split(".")[0], p.windows.turn))
+                found[name, "gradient"] = "gradient", p.windows.at(made), p.graph.tensors[name].dtype
         return found
 
     @cached_property

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.cost import Cost
-from autopar.cost.buckets import Shared
+from autopar.cost.buckets import shared
 from autopar.graph.graph import Op, Tensor
 from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
@@ -34,10 +34,14 @@ class Wire:
     supplies: dict[int, dict[End, None]] = field(default_factory=lambda: {0: {}, 1: {}})
     demands: dict[int, dict[End, None]] = field(default_factory=lambda: {0: {}, 1: {}})
     reads: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
-    overlaps: bool = False
     reduces: bool = False  # a gradient, which goes to its parameter's storage
     gathered: bool = False  # a parameter
     policies: bool = False
+    shares: dict[int, float] = field(default_factory=dict)  # by stage, of what its collectives may be joined with (`together`)
+
+    @property
+    def overlaps(self) -> bool:
+        return self.reduces or self.gathered
 
     def node(self, p: Placement) -> int:
         return self.nodes.setdefault(p, len(self.nodes))
@@ -55,7 +59,7 @@ class Wires:
         self.all: dict[str, Wire] = {}
         self.renamed: dict[str, list[int]] = {}  # by value of which nodes were merged: what each became
         self.known_sent: dict[tuple[Placement, Placement, float, float], list[tuple[str, float]] | None] = {}
-        self.together, self.shared = Together(program, clusters), Shared(cost)
+        self.together = Together(program, clusters)
         self.same: dict[Placement, Placement] = {}  # equal placements are one object: tables find it without comparing
 
     # ---- who supplies and who demands -------------------------------------------------------------------------------
@@ -166,7 +170,7 @@ class Wires:
     def arcs(self, w: Wire, have: set[int], want: set[int], stage: int) -> tuple[Arc, ...]:
         places = [self.same.setdefault(p, p) for p in w.nodes]
         itemsize = self.names.itemsize[w.name] = w.nbytes / max(1, math.prod(places[0].shape)) if places else 0.0
-        share = self.together.share(w.name, stage, w.reduces) if self.training.joins and (w.gathered or w.reduces) else 1.0
+        share = w.shares[stage] = self.together.share(w.name, stage, w.reduces) if self.training.joins and w.overlaps else 1.0
         out = []
         for src in sorted(have):
             for dst in sorted(want):
@@ -182,9 +186,7 @@ class Wires:
         if key not in self.known_sent:
             steps = moved(src, dst, self.mesh)
             costs = (
-                self.shared.collective(s.kind, s.axes, s.wire_bytes(self.mesh, 1) * itemsize, share)
-                for s in steps or ()
-                if s.kind != "slice"
+                shared(self.cost, s.kind, s.axes, s.wire_bytes(self.mesh, 1) * itemsize, share) for s in steps or () if s.kind != "slice"
             )
             self.known_sent[key] = None if steps is None else [(c.link, c.seconds) for c in costs]
         return self.known_sent[key]

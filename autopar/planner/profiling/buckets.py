@@ -10,7 +10,7 @@ from collections import defaultdict
 from typing import Any
 
 from autopar.cost import Cost
-from autopar.cost.buckets import JOINED, Limit, joined, limit
+from autopar.cost.buckets import JOINED, joined, limit, whole_bytes
 from autopar.plan.decisions import BUCKETED
 from autopar.timeline.expand import place
 from autopar.timeline.profile import Profile
@@ -18,7 +18,6 @@ from autopar.timeline.profile import Profile
 
 def estimated(profile: Profile, cost: Cost) -> dict[str, float]:
     """`BUCKETED` for a step; seconds are of the links."""
-    limits: dict[tuple[str, tuple[str, ...]], Limit] = {}
     together: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     for call in profile.calls:
         what = profile.whats[call.what]
@@ -26,15 +25,14 @@ def estimated(profile: Profile, cost: Cost) -> dict[str, float]:
             continue
         if (what.name == "all_gather") != (what.serves == "parameter"):
             continue
-        width = cost.mesh.sizes_product(what.axes)
-        whole = call.nbytes * width / (width - 1) / (2 if what.name == "all_reduce" else 1)
+        whole = whole_bytes(what.name, call.nbytes, cost.mesh.sizes_product(what.axes))
         for copy in range(call.first, call.first + call.times):
             at = place(profile, call.at if what.serves == "parameter" else call.wait, copy)
             together[what.name, what.axes, what.serves, profile.regions[at[0]].stage, at].append(whole)
     members = buckets = 0
     saved_s = 0.0
     for (kind, axes, serves, *_), sizes in together.items():
-        within = limits.setdefault((kind, axes), limit(cost, kind, axes))
+        within = limit(cost, kind, axes)
         for group in joined(sizes, within):
             if len(group) > 1:
                 members, buckets = members + len(group), buckets + 1

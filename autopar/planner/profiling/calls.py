@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from autopar.cost.buckets import Shared
+from autopar.cost.buckets import shared
 from autopar.cost.compute import compute_dtype, flops
 from autopar.cost.memory import base_name
 from autopar.cost.op_collectives import inside
@@ -22,7 +22,6 @@ from autopar.planner.formulation.formulated import Formulated
 from autopar.planner.formulation.lifetimes import Lifetimes
 from autopar.planner.formulation.offload import in_flight
 from autopar.planner.formulation.recompute_chains import Chains
-from autopar.planner.formulation.together import Together
 from autopar.planner.formulation.where_kept import LINKS, besides
 from autopar.planner.profiling.places import OUTSIDE, Home, Places
 from autopar.solver.evaluate import variables_on
@@ -41,7 +40,6 @@ class Calls:
     def __init__(self, f: Formulated, problem: Problem, decision: Decision, life: Lifetimes, chains: Chains | None, places: Places) -> None:
         self.f, self.problem, self.decision, self.life, self.chains, self.places = f, problem, decision, life, chains, places
         self.program, self.q, self.graph, self.x = f.program, f.program.q, f.program.graph, decision.strategies
-        self.together, self.shared = Together(self.program, f.clusters), Shared(f.cost)
         self.found: list[Call] = []
         self.whats: dict[What, int] = {}
         self.recompute = {f.names.reruns[i] for i in decision.rerun}
@@ -158,8 +156,7 @@ class Calls:
         home, itemsize = self.places.home(tensor), f.names.itemsize[self.problem.values[v].name]
         users = life.users(tensor, ("forward", "backward")[direction])
         sized = tuple((kind, axes, n * itemsize) for kind, axes, n in steps)
-        joins = f.training.joins and (wire.gathered or wire.reduces)
-        share = self.together.share(self.problem.values[v].name, direction, wire.reduces) if joins else 1.0
+        share = wire.shares[direction]
         if wire.reduces and tensor in self.program.params_of_grad:
             made = life.grad_made(tensor)
             name = self.program.params_of_grad[tensor][0]
@@ -214,7 +211,7 @@ class Calls:
         """share: of the bytes that are joined in one bucket."""
         often = self.f.training.micro_batches if serves == "gradient" else 1
         for kind, axes, sent in steps:
-            c = self.shared.collective(kind, axes, sent, share)
+            c = shared(self.f.cost, kind, axes, sent, share)
             self._emit(home, What(kind, module, c.link, self._stack(home), serves, axes), c.seconds / often, sent, at, wait)
 
     def _moved(self, v: int, k: int, tensor: str) -> None:
