@@ -7,6 +7,7 @@ trusts its operands then reads the wrong elements, or memory that is not its own
     whole      operands without gaps, dims in order
     alike      operands in one format, contiguous or channels last: that of the first, if it is in one
     columns    a matrix whose transpose is without gaps
+    plain      whole, and dims of one element have the strides of a new tensor, where `when` says so of the call's arguments
 
 Operators that are not listed take operands however they lie; `tests/spmd/test_demands.py` holds all of torch's samples against that. What another library
 registered (its namespace is not torch's) gets operands as they were captured.
@@ -23,7 +24,7 @@ from torch import fx
 
 from autopar import _torch
 from autopar.graph.calls import is_collective
-from autopar.tensors.memory_format import Order, contiguous, dense_order, laid, order_of
+from autopar.tensors.memory_format import Order, contiguous, copied, dense_order, laid, lies_in, order_of, strides_of
 
 ORDERS = "operand_orders"  # meta of a call of an operator that is not torch's: the captured order of each tensor operand
 _KNOWN = ("aten", "prims", "prim", "autopar", "_c10d_functional")
@@ -36,7 +37,22 @@ class Demand:
     whole: tuple[int, ...] = ()
     alike: tuple[int, ...] = ()
     columns: tuple[int, ...] = ()
+    plain: tuple[int, ...] = ()
+    when: Callable[[Sequence[Any]], bool] | None = None
     mask: int | None = None
+
+
+def _has_few_channels(args: Sequence[Any]) -> bool:
+    """A convolution's backward whose weight's gradient oneDNN computes in a workspace that is too small: 1x1, strided, channels last, fewer of them than a
+    block of its kernels has (8 with AVX2, 16 with AVX-512). It writes past its end, in eager torch too (2.13; oneDNN issue 6035)."""
+    weight, stride, mask = args[2], args[4], args[10]
+    return (
+        weight.device.type == "cpu"
+        and mask[1]
+        and weight.shape[1] < 16
+        and all(k == 1 for k in weight.shape[2:])
+        and any(s > 1 for s in stride)
+    )
 
 
 _FIRST = Demand(whole=(0,))
@@ -47,6 +63,7 @@ DEMANDS: dict[str, Demand] = {
     "aten.native_group_norm_backward": Demand(whole=(2, 3, 4), alike=(1, 0), mask=9),
     # Where a batch of one has another stride than its size says, the kernel takes channels last for contiguous: wrong, in eager torch too (2.13).
     "aten.native_batch_norm_backward": Demand(alike=(1, 0)),
+    "aten.convolution_backward": Demand(plain=(0, 1, 2), when=_has_few_channels),
     "aten.native_layer_norm_backward": Demand(whole=(3, 4)),
     "aten._fused_rms_norm_backward": Demand(whole=(3,)),
     "aten._weight_norm_interface": Demand(whole=(0, 1)),
@@ -98,9 +115,21 @@ def captured_orders(node: fx.Node) -> tuple[tuple[int, Order], ...]:
     return tuple((i, order) for i, val in tensors if (order := dense_order(val)) is not None)
 
 
-def orders(target: Any, args: Sequence[Any]) -> list[tuple[int, Order]]:
-    """(position, order) of the operands that have to lie in one. args: tensors where the call has tensors."""
+def unmet(target: Any, args: Sequence[Any], given: Sequence[tuple[int, Order]] | None = None) -> list[tuple[int, Order]]:
+    """(position, order) of the operands that do not lie as `target` demands: what it has to be called on is a copy that does.
+
+    args: tensors where the call has tensors. given: what is known of an operator that is not torch's (`ORDERS`).
+    """
     d = demand_of(target)
+    out = [(i, order) for i, order in given or _orders(d, args) if not lies_in(args[i], order)]
+    if d is not None and d.plain and (d.when is None or d.when(args)):
+        found = ((i, contiguous(args[i].dim())) for i in d.plain)
+        out += [(i, order) for i, order in found if args[i].stride() != strides_of(args[i].shape, order)]
+    return out
+
+
+def _orders(d: Demand | None, args: Sequence[Any]) -> list[tuple[int, Order]]:
+    """(position, order) of the operands that have to lie in one."""
     if d is None:
         return []
     tensors = {i: a for i, a in enumerate(args) if isinstance(a, torch.Tensor)}
@@ -125,10 +154,10 @@ def guarded(n: fx.Node) -> Callable[..., Any] | None:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         new = list(args)
-        for i, order in given or orders(target, args):
-            new[i] = laid(new[i], order)
-            if from_start and new[i].storage_offset():
-                new[i] = new[i].clone()
+        for i, order in unmet(target, args, given):
+            new[i] = copied(new[i], order)
+        if from_start and new[0].storage_offset():
+            new[0] = new[0].clone()
         return target(*new, **kwargs)
 
     call.__name__ = call.__qualname__ = "laid_out_" + str(target).replace(".", "_")

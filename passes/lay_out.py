@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from autopar import _torch
-from autopar.passes.demands import ORDERS, orders
-from autopar.tensors.memory_format import Order, inverse, lies_in
+from autopar.passes.demands import ORDERS, unmet
+from autopar.tensors.memory_format import Order, inverse
 
 COPIED = "layout_copy"  # meta of a copy that this pass made
 _VIEWS = ("aten.view.default", "aten._unsafe_view.default")
@@ -29,16 +29,16 @@ def lay_out(gm: fx.GraphModule) -> fx.GraphModule:
         if n.op != "call_function":
             continue
         values = fx.map_arg(n.args, lambda a: a.meta["val"])
-        unmet = [(i, o) for i, o in n.meta.get(ORDERS) or orders(n.target, values) if not lies_in(values[i], o)]
+        wrong = unmet(n.target, values, n.meta.get(ORDERS))
         if str(n.target) in _VIEWS and n.args[0] in stale and not _is_view(values[0], n.meta["val"].shape, mode):
-            unmet = [(0, tuple(range(values[0].dim())))]
-        for i, order in unmet:
+            wrong = [(0, tuple(range(values[0].dim())))]
+        for i, order in wrong:
             source = n.args[i]
             key = (source, order, n.meta["direction"])
             if key not in made:
                 made[key] = _copy(gm.graph, source, order, n, mode)
             n.update_arg(i, made[key])
-        if unmet or any(a in stale for a in n.all_input_nodes):
+        if wrong or any(a in stale for a in n.all_input_nodes):
             args, kwargs = fx.map_arg((n.args, n.kwargs), lambda a: a.meta["val"])
             before = n.meta["val"]
             with mode:

@@ -15,8 +15,7 @@ from torch import fx
 
 from autopar import _torch
 from autopar.graph.calls import is_issue, is_wait
-from autopar.passes.demands import ORDERS, orders
-from autopar.tensors.memory_format import lies_in
+from autopar.passes.demands import ORDERS, unmet
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def _lies_as_demanded(n: fx.Node, prefix: str) -> bool:
     if n.op != "call_function":
         return True
     values: Any = fx.map_arg(n.args, lambda a: a.meta["val"])
-    return all(lies_in(values[i], order) for i, order in n.meta.get(ORDERS) or orders(n.target, values))
+    return not unmet(n.target, values, n.meta.get(ORDERS))
 
 
 RULES = (

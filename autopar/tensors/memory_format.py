@@ -68,7 +68,12 @@ def inverse(order: Order) -> Order:
 
 def laid(t: torch.Tensor, order: Order) -> torch.Tensor:
     """`t`, lying in `order`: itself where it does, else a copy."""
-    return t if lies_in(t, order) else t.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse(order))
+    return t if lies_in(t, order) else copied(t, order)
+
+
+def copied(t: torch.Tensor, order: Order) -> torch.Tensor:
+    """A copy of `t` that lies in `order`."""
+    return t.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse(order))
 
 
 def same_strides(t: torch.Tensor, strides: Sequence[int]) -> bool:

@@ -11,7 +11,7 @@ from autopar import _torch
 from autopar.capture.micro_batches import Samples
 from autopar.graph.graph import Op, Tensor
 from autopar.passes import local
-from autopar.passes.demands import ORDERS, captured_orders, is_foreign, orders
+from autopar.passes.demands import ORDERS, captured_orders, is_foreign, unmet
 from autopar.passes.lay_out import COPIED, copying
 from autopar.passes.local.context import Local, Part
 from autopar.passes.local.sizes import SIZE_ARG
@@ -21,7 +21,6 @@ from autopar.passes.sharding.versions import Versions
 from autopar.plan.decisions import Decisions
 from autopar.rules import lookup
 from autopar.rules.strategy import placements
-from autopar.tensors.memory_format import lies_in
 
 DRAW = "draw"  # meta of a captured random operator: its number, where that is not its place among them
 HOLDS = "holds"  # meta of a node: (name, placement) of the captured values that it is
@@ -99,13 +98,12 @@ class Operators:
         """`operands`, with copies of those that do not lie as `target` demands."""
         values = fx.map_arg(args, lambda a: a.meta["val"])
         made: dict[fx.Node, fx.Node] = {}
-        for i, order in orders(target, values):
-            if not lies_in(values[i], order):
-                copy = args[i]
-                for call, rest, named in copying(order):
-                    copy = self.emit.call(call, (copy, *rest), named)
-                    copy.meta[COPIED] = call is torch.ops.aten.clone.default
-                made[args[i]] = copy
+        for i, order in unmet(target, values):
+            copy = args[i]
+            for call, rest, named in copying(order):
+                copy = self.emit.call(call, (copy, *rest), named)
+                copy.meta[COPIED] = call is torch.ops.aten.clone.default
+            made[args[i]] = copy
         return [made.get(n, n) for n in operands]
 
     def lowered(

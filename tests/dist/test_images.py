@@ -97,15 +97,16 @@ HERE = [("unet2d", False), ("unet2d", True), ("unet", True), ("resnet", True), (
 
 
 @pytest.mark.parametrize(
-    ("cases", "sizes", "layout"),
+    ("cases", "sizes", "layout", "batch", "size"),
     [
-        pytest.param(HERE[1:2], (2,), None, id="one, planned"),
-        pytest.param(HERE[3:4], (2,), None, id="another, planned", marks=wide),
-        pytest.param(HERE[1:3], (2, 2), "fsdp+tp", id="fsdp+tp", marks=wide),
+        pytest.param(HERE[1:2], (2,), None, 4, 8, id="one, planned"),
+        pytest.param(HERE[3:4], (2,), None, 4, 8, id="another, planned", marks=wide),
+        pytest.param(HERE[3:4], (4,), None, 8, 16, id="few channels a rank", marks=wide),  # (`unit/test_few_channels.py`)
+        pytest.param(HERE[1:3], (2, 2), "fsdp+tp", 4, 8, id="fsdp+tp", marks=wide),
     ],
 )
-def test_equals_one_device(cases: list[tuple[str, bool]], sizes: tuple[int, ...], layout: str | None) -> None:
-    check(run(every, math.prod(sizes), cases, sizes, layout, "aot_eager", 4, 8), cases)
+def test_equals_one_device(cases: list[tuple[str, bool]], sizes: tuple[int, ...], layout: str | None, batch: int, size: int) -> None:
+    check(run(every, math.prod(sizes), cases, sizes, layout, "aot_eager", batch, size), cases)
 
 
 @pytest.mark.wide
