@@ -2,6 +2,9 @@
 
     python -m benchmarks.formats --width 64 --depth 2 --batch 16 --size 32 --rounds 30 --out benchmarks/results/formats.json
 
+--keep-memory: the C allocator keeps what is freed (as a GPU's allocator does). Left alone it gives memory back to the system in the middle of a step, and gets it again page by page:
+a few per cent of the step, by chance more of one program's than of another's.
+
 A round is one training step (forward, backward, SGD) of each, in turn; the ratio of a round is told as its median with an order-statistics interval of 95%.
 copies: calls that change a layout, in our graphs and beyond what the captured program has.
 """
@@ -10,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,8 +39,21 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--backend", default="inductor", choices=("inductor", "aot_eager"))
     parser.add_argument("--format", default="channels_last", choices=("channels_last", "contiguous"))
+    parser.add_argument("--keep-memory", action="store_true")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
+
+
+KEEP = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_TOP_PAD_": str(1 << 27),
+}  # of glibc, read when it starts
+
+
+def keep_memory() -> None:
+    if any(os.environ.get(k) != v for k, v in KEEP.items()):
+        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.formats", *sys.argv[1:]], {**os.environ, **KEEP})
 
 
 def batch(a: argparse.Namespace) -> dict[str, torch.Tensor]:
@@ -67,6 +85,8 @@ def interval(ratios: list[float]) -> tuple[float, float]:
 
 def main() -> None:
     a = parse()
+    if a.keep_memory:
+        keep_memory()
     one = model_of("resnet", False, width=a.width, depth=a.depth)
     one = one.to(memory_format=torch.channels_last) if a.format == "channels_last" else one
     inputs = batch(a)

@@ -11,6 +11,7 @@ from autopar._torch.distributed import (
     default_store,
     default_timeout,
     dtensor,
+    dtensor_spec,
     exchanged,
     has_host,
     is_open,
@@ -20,6 +21,7 @@ from autopar._torch.distributed import (
     orderly,
     process_group,
     unalias_process_groups,
+    wrapped,
 )
 from autopar._torch.dtensors import dtensors_beside_tensors
 from autopar._torch.effects import Effect, Notes, global_module_hooks
@@ -94,6 +96,7 @@ __all__ = [
     "draws_random",
     "drop_dead_code",
     "dtensor",
+    "dtensor_spec",
     "dtensors_beside_tensors",
     "exchanged",
     "explain_capture_failure",
@@ -155,4 +158,5 @@ __all__ = [
     "with_strides",
     "without_dead_code",
     "without_memory",
+    "wrapped",
 ]

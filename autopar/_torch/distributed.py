@@ -172,6 +172,20 @@ def dtensor(local: torch.Tensor, mesh: Any, placements: Any, shape: tuple[int, .
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
+def dtensor_spec(like: DTensor) -> Any:
+    """What a DTensor knows besides its local tensor; DTensors may share one."""
+    return like._spec
+
+
+def wrapped(local: torch.Tensor, spec: Any) -> DTensor:
+    """A DTensor of this spec from a local shard that no gradient flows to. It costs a third of `dtensor`, which is an operator of autograd and finds out the spec anew."""
+    from torch.distributed.tensor import DTensor
+
+    make: Any = DTensor
+    found: DTensor = make(local.view_as(local), spec, requires_grad=False)
+    return found
+
+
 def default_timeout(device_type: str) -> Any:
     """How long collectives of the default process group wait; None where its backend does not say."""
     import torch.distributed as dist

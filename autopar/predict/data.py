@@ -78,6 +78,14 @@ def is_once_a_step(layout: Layout, micro_batches: int) -> bool:
     return layout.zero < 2 or (layout.zero == 2 and micro_batches == 1)
 
 
+def loss_s(layout: Layout, runtime: Runtime, cost: Cost, replicas: int) -> float:
+    """Seconds that a micro-batch waits for the sum of its loss over the ranks that share it out."""
+    if not runtime.sums_loss or replicas * layout.cp == 1:
+        return 0.0
+    axes = tuple(c for a in ("dp", "ep", "cp") for c in cost.mesh.children(a))
+    return cost.collective("all_reduce", axes, 4).seconds
+
+
 def traffic(
     params: Held, layout: Layout, runtime: Runtime, cost: Cost, replicas: int, micro_batches: int, windows: Windows, layers: int = 1
 ) -> Traffic:

@@ -12,6 +12,7 @@ hops               what a pipeline's ranks hand on runs beside compute: "always"
                    receiver wait for it (Megatron-LM exchanges so, and since 2023 not where it interleaves: overlap_p2p_comm)
 data_exposed       share of data-parallel traffic that is waited for, however much compute there is beside it: 1 where none is overlapped
 by_halves          traffic of every micro-batch (ZeRO-3) runs beside the half that it is for: what forward gathers beside forward; else beside all of the step
+sums_loss          the loss of a micro-batch is that of all its ranks, a sum that is waited for; else every rank has its own
 accumulated_bytes  moved per element of a weight's gradient by the product that makes it: 2 where it is written in half precision, 8 where it is
                    added to one in single precision: half of it read, which devices that read ahead do beside the product
 clears_gradients   whether the step of the optimizer clears gradients that a rank holds whole, and reads them (`Cost.optimizer_s`)
@@ -45,6 +46,7 @@ class Runtime:
     hops: str = "interleaved"
     data_exposed: float = 1.0
     by_halves: bool = False
+    sums_loss: bool = False
     accumulated_bytes: float = 8.0
     clears_gradients: bool = True
     grad_bytes: float = 4.0
@@ -84,6 +86,7 @@ RUNTIMES = {
             data_exposed=0.0,
             accumulated_bytes=2.0,
             by_halves=True,
+            sums_loss=True,
             clears_gradients=False,
         ),
         _MEGATRON,

@@ -18,7 +18,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.pipeline import Schedule, Times, deal, replay
 from autopar.planner.layout import Layout
 from autopar.predict import memory
-from autopar.predict.data import Windows, experts_over, sharded_over, traffic
+from autopar.predict.data import Windows, experts_over, loss_s, sharded_over, traffic
 from autopar.predict.held import Held
 from autopar.predict.offload import check_host_memory, moved_s
 from autopar.predict.pieces import Piece
@@ -99,7 +99,7 @@ def step(
         "compute": micro_batches * work.compute_s,
         ("tensor, context and expert parallel" if layout.ep > 1 else "tensor and context parallel"): micro_batches * work.exposed_s,
         "pipeline bubble and hops": run.total_s - run.busy_s[slowest],
-        "data parallel": waits[last],
+        "data parallel": waits[last] + micro_batches * loss_s(layout, runtime, cost, dp),
         "optimizer": updates[last],
         **({"offload": stalled} if stalled else {}),
     }

@@ -27,7 +27,7 @@ from autopar.cost import Cost
 from autopar.distributed.agreement import Facts, agreed, from_first, highest
 from autopar.distributed.failures import during
 from autopar.distributed.groups import Groups
-from autopar.distributed.shards import alone, cut, dtensor_placements
+from autopar.distributed.shards import dtensor_placements
 from autopar.errors import AutoparError
 from autopar.graph.graph import Graph, Tensor
 from autopar.graph.mesh import Mesh
@@ -52,6 +52,7 @@ from autopar.planner.propagate import propagate
 from autopar.planner.request import asked, following, make_plan, refuse_other_mesh, training_config
 from autopar.planner.staged import of_a_stage
 from autopar.planner.storage import param_choice
+from autopar.runtime.as_stored import AsStored
 from autopar.runtime.compile_cache import CompileOnce
 from autopar.runtime.config import Config
 from autopar.runtime.forms import Forms, settled
@@ -103,6 +104,7 @@ class Builder:
         self.chunked = settled(config.loss_head, given, self.planned)
         self.once = CompileOnce(self.groups.id, self.groups.here) if config.backend == "inductor" else None
         self.coordinates: dict[str, torch.Tensor] = {}
+        self.as_stored = AsStored(self.groups)
         # Of a training call; 0 until it is chosen ("auto").
         chosen = config.micro_batches or (given.micro_batches if given is not None else 1)
         self.micro_batches = chosen if isinstance(chosen, int) else 0
@@ -466,33 +468,12 @@ class Builder:
         return _torch.dtensor(local, self.device_mesh, dtensor_placements(p, self.mesh), p.shape)
 
     def gradient(self, name: str, local: torch.Tensor, plan: Plan) -> DTensor:
-        """A gradient as the DTensor its parameter wants: without padding."""
-        choice = plan.params.get(name) or self._choice(name)
-        if choice.padded != choice.shape:
-            for s in choice.storage.splits:
-                if choice.padded[s.dim] != choice.shape[s.dim]:
-                    chunk = local.shape[s.dim]
-                    start = self._chunk(choice.storage, s.dim) * chunk
-                    local = local.narrow(s.dim, 0, max(0, min(chunk, choice.shape[s.dim] - start)))
-        return _torch.dtensor(local, self.device_mesh, dtensor_placements(choice.storage, self.mesh), choice.shape)
+        return self.as_stored.gradient(name, local, plan.params.get(name) or self._choice(name))
+
+    def reduced(self, name: str, local: torch.Tensor, p: Placement) -> torch.Tensor:
+        return self.as_stored.reduced(local, p, self._choice(name), self.model.get_parameter(name).dtype)
 
     def _choice(self, name: str) -> ParamChoice:
         """Of a parameter that some program has."""
         assert self.plan is not None
         return self.plan.params[name]
-
-    def reduced(self, name: str, local: torch.Tensor, p: Placement) -> torch.Tensor:
-        """This rank's part, as its parameter is stored, of a gradient that lies unreduced at `p`: by itself, where no program takes it in. Collective."""
-        choice, axes = self._choice(name), (*p.reductions, *(s.axis for s in p.splits))
-        whole = self.groups.summed(alone(local, p, self.mesh, self.groups.coordinates), axes)
-        pad = [x for n, m in reversed(list(zip(choice.shape, choice.padded, strict=True))) for x in (0, m - n)]
-        whole = torch.nn.functional.pad(whole, pad)
-        dtype = self.model.get_parameter(name).dtype
-        return cut(whole, choice.storage, self.mesh, self.groups.coordinates).to(dtype).contiguous()
-
-    def _chunk(self, p: Placement, dim: int) -> int:
-        """Which chunk of `dim` this rank holds."""
-        index = 0
-        for s in sorted((s for s in p.splits if s.dim == dim), reverse=True):
-            index = index * self.mesh.axis_size(s.axis) + self.groups.coordinates[s.axis]
-        return index

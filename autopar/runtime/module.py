@@ -260,9 +260,9 @@ class ParallelModule(WrappingModule):
         values: dict[Role, torch.Tensor] = {}
         tensors = tensors or Tensors.of(self)
         params, buffers = tensors.params, tensors.buffers
-        for role in {*step.base.forward_inputs, *step.base.backward_inputs}:
+        for role in step.taken:
             if role.kind == "param":
-                values[role] = padded_local(params[owner(role.name)], step.plan.params[role.name].storage.local_shape(step.plan.mesh))
+                values[role] = padded_local(params[owner(role.name)], step.local_shapes[role.name])
             elif role.kind == "buffer":
                 values[role] = buffers[role.name] if role.name in buffers else self._attribute(role.name)
             elif role.kind == "coordinate":

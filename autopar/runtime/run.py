@@ -89,15 +89,18 @@ class Run:
             results, self.saved = self.step.forward(self.values)
             if self.check is not None:
                 self.check.ran(results, self.saved)
-        buffers, saved = self.buffers, {s.data_ptr() for s in self.saved}
+        buffers = self.buffers
+        saved: dict[int, list[int]] = {}  # which of the saved tensors start at an address
+        for i, s in enumerate(self.saved):
+            saved.setdefault(s.data_ptr(), []).append(i)
         outputs: list[torch.Tensor | None] = []
         for role, t in results:
             if role.kind == "buffer_update" and t is not None:
                 if self.again:
                     continue
                 b = buffers[role.name] if role.name in buffers else self.module._attribute(role.name)
-                if b.data_ptr() in saved:  # backward reads the value that forward saw
-                    self.saved = [s.clone() if s.data_ptr() == b.data_ptr() else s for s in self.saved]
+                for i in saved.get(b.data_ptr(), ()):  # backward reads the value that forward saw
+                    self.saved[i] = self.saved[i].clone()
                 if self.step.captured.loss_only:
                     self.before[role.name] = b.clone()
                 b.copy_(t)

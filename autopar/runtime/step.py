@@ -65,6 +65,8 @@ class Step:
         parts, self.collectives = self.parts(True, False)
         self.base = parts
         self.read_by_backward = frozenset(parts.backward_inputs)
+        self.taken = tuple(dict.fromkeys((*parts.forward_inputs, *parts.backward_inputs)))
+        self.local_shapes = {name: c.storage.local_shape(plan.mesh) for name, c in plan.params.items()}
         self.plan = replace(plan, collectives=self.collectives, solver=self.told(parts))
         places = [n for n in parts.forward.graph.nodes if n.op == "placeholder"]
         self.dtypes = {r: n.meta["val"].dtype for r, n in zip(parts.forward_inputs, places, strict=True)}

@@ -136,6 +136,25 @@ def test_planned_equals_one_device(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "mesh"), cases([("gpt2", {"dp": 4}), ("gpt2", {"a": 2, "b": 2}), ("bert", {"dp": 4})], [("gpt2", {"dp": 4})])
+)
+def test_every_rank_makes_learned_positions(name: str, mesh: dict[str, int]) -> None:
+    """They are the same for every sample: no exchange for them, and their gradient stays Partial until it is reduced as all parameters' are."""
+    found = planned(name, mesh)
+    p, _ = captured(name)
+    positions = next(t.name for n, t in p.graph.params.items() if "wpe" in n or "position" in n)
+    (forward,) = [op for op in p.graph.ops if op.direction == "forward" and any(t.name == positions for t in op.inputs)]
+    (backward,) = [
+        op
+        for op in p.graph.ops
+        if op.target == "aten.embedding_dense_backward.default" and op.out.shape == p.graph.tensors[positions].shape
+    ]
+    assert not found.plan.ops[forward.name].strategy
+    assert not found.plan.ops[backward.name].strategy and found.plan.ops[backward.name].partial
+    check(name, mesh, found)
+
+
+@pytest.mark.parametrize(
     "name", cases([n for n in NAMES if n not in ("t5", "lora")], ["llama"])
 )  # whose least memory takes minutes to find
 def test_little_memory(name: str) -> None:

@@ -99,6 +99,7 @@ class _Builder:
         waiting = [ops[-1] for _, ops in self.chain.values() if ops]
         free = self.made_of_constants()
         self.constant = {op.name for op in free}
+        self.for_all = self.made_for_all()
         chained = {op.name for op in waiting} | self.constant
         for op in self.graph.ops:
             if op.name not in chained and op.direction == "forward" and self.is_carried(op):
@@ -132,6 +133,14 @@ class _Builder:
                 known.add(op.out.name)
                 found.append(op)
         return found
+
+    def made_for_all(self) -> set[str]:
+        """Forward's heavy operators that read no input: what they make (learned positions) is the same for every sample, and every rank may make it."""
+        known = {t.name for t in self.graph.params.values()} | {t.name for t in self.graph.buffers.values()}
+        for op in self.graph.ops:
+            if op.direction == "forward" and all(t.name in known for t in op.inputs) and self.rules[op.name].kind != "random":
+                known |= {t.name for t in op.outputs if t is not None}
+        return {op.name for op in self.forward_heavy if all(t.name in known for t in op.inputs)}
 
     def is_carried(self, op: Op) -> bool:
         """Whether an operator further up reads what `op` makes: the next copy of a layer. It leads, so that they can follow it."""
@@ -312,18 +321,21 @@ class _Builder:
 
     def lead(self, op: Op) -> None:
         rule = self.rules[op.name]
-        summed: set[str] = set()
-        for i, t in enumerate(op.inputs if op.direction == "backward" else ()):
-            axes: set[str] = set()
-            if t.name in self.maker and self.maker[t.name][0].name in self.of:
-                maker, output = self.maker[t.name]
-                axes = {a for m in self.made[maker.name] if (p := m[output]) is not None for a, r in p.partial if r == "sum"}
-            summed = axes if i == 0 else summed & axes
-        found = strategies(op, rule, self.mesh, self.cuts, sorted(summed), self.reduced(op))
+        passes = frozenset({0}) if self.is_gradient_for_all(op) else frozenset(range(len(op.inputs)))
+        over = [self.summed(op.inputs[i].name) for i in sorted(passes)] if op.direction == "backward" and passes in rule.linear else []
+        summed = sorted(set.intersection(*over)) if over else ()
+        found = strategies(op, rule, self.mesh, self.cuts, summed, passes, self.reduced(op), op.name in self.for_all)
         found = [s for s in found if is_legal(rule, dict(s.split), self.mesh)]
         self.clusters.append(Cluster(op.name, len(found), tuple(s.label for s in found)))
         joined = self.join(op, len(self.clusters) - 1, found)
         assert joined, op
+
+    def summed(self, name: str) -> set[str]:
+        """Axes over which a tensor that is made already may be Partial."""
+        if name not in self.maker or self.maker[name][0].name not in self.of:
+            return set()
+        maker, output = self.maker[name]
+        return {a for m in self.made[maker.name] if (p := m[output]) is not None for a, r in p.partial if r == "sum"}
 
     def reduced(self, op: Op) -> frozenset[str]:
         """Letters of a cheap op that a cheap op after it reduces (a norm's mean): split, every rank would wait for a sum."""
@@ -350,7 +362,16 @@ class _Builder:
 
     # ---- backward products follow forward's ------------------------------------------------------------------
 
+    def is_gradient_for_all(self, op: Op) -> bool:
+        """Whether `op` makes the gradient of what every rank may make for its own samples. What it reads may come Partial: so it goes on, and need not be summed before."""
+        return op.direction == "backward" and any(
+            self.loops.letters(op, f) is not None
+            for f in self.loops.forward_of(op, [f for f in self.forward_heavy if f.name in self.for_all])
+        )
+
     def tie(self, op: Op) -> bool:
+        if self.is_gradient_for_all(op):
+            return False
         for f in self.loops.forward_of(op, [f for f in self.forward_heavy if f.name in self.of]):
             letters = self.loops.letters(op, f)
             if letters is None:

@@ -55,9 +55,11 @@ def strategies(
     mesh: Mesh,
     cuts: Mapping[tuple[str, str], tuple[int, ...]],
     summed: Sequence[str] = (),
+    passes: frozenset[int] = frozenset(),
     without: frozenset[str] = frozenset(),
+    repeats: bool = False,
 ) -> list[OpStrategy]:
-    """summed: axes over which the op's operands may be Partial; without: letters not to split."""
+    """summed: axes over which operands `passes` may be Partial, and the outputs with them; without: letters not to split; repeats: a heavy op may leave an axis idle that it could use."""
     slots = []
     for x, f in rule.factors.items():
         if f.split and f.size > 1 and x not in without and x not in rule.pairs:
@@ -68,8 +70,6 @@ def strategies(
             slots += mine[::-1] if rule.kind != "matmul" or _is_kept(rule, x) else _major(mine, mesh)
             beside = tuple((y, rule.factors[y].size) for y, other in rule.pairs.items() if other == x and rule.factors[y].split)
             slots += [replace(s, beside=beside) for s in mine[::-1] if beside]
-    everything = frozenset(range(len(op.inputs)))
-    passes = everything in rule.linear
     found: dict[OpStrategy, None] = {}
     parents = [p for p, size in mesh.parents.items() if size > 1]
 
@@ -82,10 +82,10 @@ def strategies(
         for more, then in _fill(children, slots, used, mesh, rule.is_heavy):
             whole = True
             go(i + 1, {**split, **more}, partial, then)
-        if passes and all(c in summed for c in children):
-            go(i + 1, split, {**partial, **{c: everything for c in children}}, used)
-        if not (rule.is_heavy and whole):
-            part = _part(children, slots, used, mesh) if rule.is_heavy else ({}, used)
+        if summed and all(c in summed for c in children):
+            go(i + 1, split, {**partial, **{c: passes for c in children}}, used)
+        if not (rule.is_heavy and whole) or repeats:
+            part = _part(children, slots, used, mesh) if rule.is_heavy and not whole else ({}, used)
             go(i + 1, {**split, **part[0]}, partial, part[1])
 
     go(0, {}, {}, {})
