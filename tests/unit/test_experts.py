@@ -70,7 +70,8 @@ def planned(program: Folded, cluster: str | Cluster, mesh: dict[str, int], layou
     where = Cluster.of(cluster)
     training = TrainingConfig(frozenset(program.graph.params), "float32", budget_bytes=where.device.usable_bytes)
     plan = plan_graph(program, mesh, where, training, Limits(seconds=120), layout=layout).plan
-    assert plan.solver["stopped_by"] == "gap" and not plan.repeated and not plan.fallbacks
+    positions = {op.name for op in program.graph.ops if op.target == "aten.embedding.default" and op.inputs[1].shape[0] == 1}  # no batch
+    assert plan.solver["stopped_by"] == "gap" and set(plan.repeated) <= positions and not plan.fallbacks
     return plan
 
 

@@ -1,7 +1,7 @@
 """The strategies of one op: every way to give each of the user's mesh axes a factor.
 
 A user's axis is used whole where it divides. Where it does not (2 key/value heads on an axis of 8), as many of its prime factors as do, and the
-rest of the axis on another factor or on none. A heavy op leaves an axis idle only if nothing can use it.
+rest of the axis on another factor or on none. A heavy op leaves an axis idle only if nothing can use it, or if it reads no input (learned positions).
 """
 
 from __future__ import annotations
