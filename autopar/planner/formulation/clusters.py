@@ -134,13 +134,13 @@ class _Builder:
                 found.append(op)
         return found
 
-    def made_for_all(self) -> set[str]:
+    def made_for_all(self) -> dict[str, Op]:
         """Forward's heavy operators that read no input: what they make (learned positions) is the same for every sample, and every rank may make it."""
         known = {t.name for t in self.graph.params.values()} | {t.name for t in self.graph.buffers.values()}
         for op in self.graph.ops:
             if op.direction == "forward" and all(t.name in known for t in op.inputs) and self.rules[op.name].kind != "random":
                 known |= {t.name for t in op.outputs if t is not None}
-        return {op.name for op in self.forward_heavy if all(t.name in known for t in op.inputs)}
+        return {op.name: op for op in self.forward_heavy if all(t.name in known for t in op.inputs)}
 
     def is_carried(self, op: Op) -> bool:
         """Whether an operator further up reads what `op` makes: the next copy of a layer. It leads, so that they can follow it."""
@@ -364,10 +364,9 @@ class _Builder:
 
     def is_gradient_for_all(self, op: Op) -> bool:
         """Whether `op` makes the gradient of what every rank may make for its own samples. What it reads may come Partial: so it goes on, and need not be summed before."""
-        return op.direction == "backward" and any(
-            self.loops.letters(op, f) is not None
-            for f in self.loops.forward_of(op, [f for f in self.forward_heavy if f.name in self.for_all])
-        )
+        if op.direction != "backward" or not self.for_all:
+            return False
+        return any(self.loops.letters(op, f) is not None for f in self.loops.forward_of(op, list(self.for_all.values())))
 
     def tie(self, op: Op) -> bool:
         if self.is_gradient_for_all(op):
