@@ -19,7 +19,7 @@ from autopar.models import configs as models
 from autopar.planner.offline import task
 from autopar.planner.planning import plan_graph
 from autopar.predict.api import micro_batch, solved
-from autopar.predict.data import Windows, traffic
+from autopar.predict.data import Windows, loss_s, traffic
 from autopar.predict.fit import Run, fit, start
 from autopar.predict.held import Held
 from autopar.predict.pieces import Piece, pieces
@@ -231,6 +231,20 @@ def test_each_layer_pays_a_latency_where_buckets_are_layers() -> None:
         assert seconds(n * small, n, BY_HAND) == seconds(n * small, 1, BY_HAND)
     # A layer of more than a full bucket is several.
     assert seconds(large, 2, ours) - seconds(large, 1, ours) == pytest.approx(99 * within.alpha_s)
+
+
+def test_the_loss_is_summed_over_the_ranks_that_share_it_out() -> None:
+    """Of our own runtime: once a micro-batch, over data, expert and context parallel ranks; tensor-parallel ranks have the same loss."""
+
+    def seconds(runtime: Runtime, dp: int, cp: int, tp: int) -> tuple[float, Cost]:
+        cost = Cost(Cluster.of("h100:8"), Mesh.of({"pp": 1, "dp": dp, "ep": 1, "cp": cp, "tp": tp}))
+        return loss_s(Layout(cp=cp, tp=tp), runtime, cost, dp), cost
+
+    took, cost = seconds(RUNTIMES["autopar"], 4, 2, 1)
+    over = (*cost.mesh.children("dp"), *cost.mesh.children("cp"))
+    assert took == pytest.approx(cost.collective("all_reduce", over, 4).seconds) and took > 0
+    assert seconds(RUNTIMES["autopar"], 1, 1, 8)[0] == 0.0
+    assert seconds(BY_HAND, 4, 2, 1)[0] == 0.0
 
 
 def test_gradients_of_a_chunk_are_reduced_while_others_compute() -> None:
