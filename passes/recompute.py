@@ -5,7 +5,8 @@ an earlier op already had the operand redistributed, or the plan keeps that vers
 needs it, with all it needs itself; so a recomputed layer appears where its backward begins, and what a recomputed op reads of ops that are
 not recomputed is saved. Random numbers come from counters, so a mask is the same both times. Bitwise.
 
-What follows from parameters alone (casts, gathers) is no matter of ops: `reshard_after_forward` decides, and each parameter's `ParamChoice.keeps_gathered`.
+What follows from parameters alone is no matter of ops: it is made again, but for gathers, of which `reshard_after_forward` decides, and each parameter's
+`ParamChoice.keeps_gathered`.
 """
 
 from __future__ import annotations
@@ -17,23 +18,29 @@ from torch import fx
 
 from autopar import _torch
 from autopar.capture.capture import Role
-from autopar.graph.calls import nbytes, storage_of
+from autopar.graph.calls import MOVES, nbytes, storage_of
 from autopar.passes.shard import Sharded
 
 
 def from_parameters(
     nodes: Iterable[fx.Node], role_of: dict[fx.Node, Role], *, gathers: bool = True, kept: Set[str] = frozenset()
 ) -> set[fx.Node]:
-    """Forward calls that depend on parameters and coordinates only, and `counters`. gathers: collectives too, and what follows them, but of the parameters in `kept`."""
+    """Forward calls that depend on parameters and coordinates only, and `counters`. gathers: those that bring them to another place too, but not the parameters in `kept`."""
     nodes = list(nodes)
     out: set[fx.Node] = set()
+    follows: set[fx.Node] = set()  # those that depend on parameters only, brought here or not
+    exchanged: set[fx.Node] = set()  # of them, those that a collective made, and what lays it out
     of_kept = {n for n, role in role_of.items() if role.kind == "param" and role.name in kept}
+    given = {n for n, role in role_of.items() if role.kind in ("param", "coordinate")}
     for n in nodes:
         if any(a in of_kept for a in n.all_input_nodes):
             of_kept.add(n)
-        if not _is_forward(n) or not n.all_input_nodes or ("c10d" in str(n.target) and (not gathers or n in of_kept)):
+        if not _is_forward(n) or not n.all_input_nodes or not all(a in follows or a in given for a in n.all_input_nodes):
             continue
-        if all(a in out or (a in role_of and role_of[a].kind in ("param", "coordinate")) for a in n.all_input_nodes):
+        follows.add(n)
+        if "c10d" in str(n.target) or (MOVES in n.meta and any(a in exchanged for a in n.all_input_nodes)):
+            exchanged.add(n)
+        if n not in exchanged or (gathers and n not in of_kept):
             out.add(n)
     return out | counters(nodes, role_of)
 

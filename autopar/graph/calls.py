@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 OFFLOADED = "offloaded"  # meta of a node whose saved result is kept elsewhere: the medium
+MOVES = "moves"  # meta of a node that brings a tensor to another placement
 _C10D = "_c10d_functional."
 _SENDS, _BRINGS = ("autopar.offload.default",), ("autopar.reload.default",)
 _ENDS = ("autopar.offloaded.default", "autopar.reloaded.default")

@@ -26,6 +26,8 @@ from typing import Any
 
 from torch import fx
 
+from autopar import _torch
+from autopar.capture.capture import Role
 from autopar.capture.describe import dtype_name
 from autopar.cost import Cost
 from autopar.cost.experts import exchanged, is_experts
@@ -129,12 +131,14 @@ def charges(parts: Parts, plan: Plan, graph: Graph, cost: Cost, prefix: str) -> 
     ops = {op.name: op for op in graph.ops}
     one = replace(cost, mesh=Mesh.of({}))
     kept_s = _kept_s(parts, cost)
+    gathered: set[int] = set()  # of what is saved, what follows from parameters alone
     out: list[Charge] = []
     for stage, gm in (("forward", parts.forward), ("backward", parts.backward)):
         if gm is None:
             continue
         nodes = list(gm.graph.nodes)
-        roles = dict(zip((n for n in nodes if n.op == "placeholder"), inputs_of(parts, stage == "backward"), strict=True))
+        places = [n for n in nodes if n.op == "placeholder"]
+        roles = dict(zip(places, inputs_of(parts, stage == "backward"), strict=True)) | {places[i]: Role("param") for i in gathered}
         fixed = from_parameters(nodes, {n: r for n, r in roles.items() if r is not None})
         bearers = {n: op for op, n in _runs(nodes, ops, stage, fixed)}
         for n in nodes:
@@ -156,6 +160,8 @@ def charges(parts: Parts, plan: Plan, graph: Graph, cost: Cost, prefix: str) -> 
             elif is_transfer(n):
                 _, resources, sent = transferred(n)
                 out += [Charge(n, stage, r, cost.transfer_s(r, sent), n.meta["op"], "", "activation kept away", sent) for r in resources]
+        results = _torch.results_of(gm.graph)
+        gathered = {i for i, n in enumerate(results[len(results) - len(parts.saved) :]) if n in fixed}
     return tuple(out)
 
 

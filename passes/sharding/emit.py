@@ -12,6 +12,7 @@ from torch import fx
 from autopar import _torch
 from autopar.capture.capture import Role
 from autopar.capture.describe import getattr_value
+from autopar.graph.calls import MOVES
 from autopar.tensors.memory_format import Order, contiguous, strides_of
 
 
@@ -38,6 +39,7 @@ class Emitter:
         self.root = torch.nn.Module()
         self.direction, self.current = "forward", ""
         self.is_random = False  # whether the op being emitted draws random numbers
+        self.is_moving = False  # whether what is emitted brings a tensor to another placement
         self.in_roles: list[Role] = []
         self.traces: dict[Any, fx.GraphModule] = {}
 
@@ -64,6 +66,8 @@ class Emitter:
         node.meta["direction"], node.meta["op"] = self.direction, self.current
         if self.is_random:
             node.meta["random"] = True
+        if self.is_moving:
+            node.meta[MOVES] = True
 
     def trace(self, fn: Callable[..., Any], nodes: Sequence[fx.Node], key: Any) -> Any:
         """Inlines `fn(*nodes)`, written in torch ops; equal keys and operand layouts are traced once."""

@@ -87,6 +87,8 @@ class Versions:
             at = dict(zip(step.axes, cs, strict=False))
             return run_step(x, step, self.mesh, at.__getitem__, lambda axes: group_name(self.emit.options.group_prefix, axes))
 
+        self.emit.is_moving = True
         made = self.emit.trace(fn, [node, *coords], ("step", step))
+        self.emit.is_moving = False
         assert isinstance(made, fx.Node)
         return made
