@@ -55,7 +55,7 @@ $(DOCUMENTED): $(INSTALLED)
 	@touch $@
 
 gpu-check: tree
-	PYTHONPATH=$(CURDIR)/$(TREE) $(GPU_PYTHON) tests/gpu/check.py
+	PYTHONPATH=$(CURDIR)/$(TREE):$(CURDIR):$$PYTHONPATH $(GPU_PYTHON) tests/gpu/check.py $(ARGS)
 
 tree:
 	@rm -rf $(TREE) && mkdir -p $(TREE)/autopar

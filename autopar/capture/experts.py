@@ -50,7 +50,7 @@ def _up(m: Any) -> Any:
 def _gate_of(m: Any) -> str | None:
     known = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
     if (
-        m._is_expert_parallel
+        getattr(m, "_is_expert_parallel", False)  # which older transformers do not have
         or getattr(m, "has_post_expert_norm", False)
         or any(n.split(".")[0] not in known for n, _ in m.named_parameters())
     ):

@@ -17,12 +17,12 @@ _HOW = 'use "host", "nvme", "host,nvme" or False; to run it on disk autopar.Offl
 class Offload:
     """Where activations may be kept, besides the device.
 
-    host: pinned host memory. nvme: local disks, by a directory on them; True where one only plans.
+    host: pinned host memory. nvme: local disks, by a directory on them; True where one only plans; None or False: no.
     host_bytes, nvme_bytes: most that one device may take there; default its share of what the cluster has (of host memory nine tenths).
     """
 
     host: bool = True
-    nvme: str | os.PathLike[str] | bool = False
+    nvme: str | os.PathLike[str] | bool | None = None
     host_bytes: float | None = None
     nvme_bytes: float | None = None
 

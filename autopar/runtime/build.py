@@ -424,7 +424,7 @@ class Builder:
         if NVME in plan.offload.values() and not isinstance(request.nvme, (str, os.PathLike)):
             fix = 'pass offload=autopar.Offload(nvme="/a/directory/on/it")'
             raise AutoparError("the plan keeps activations on local disks, and no directory is given for them", fix=fix)
-        directory = None if isinstance(request.nvme, bool) else os.fspath(request.nvme)
+        directory = os.fspath(request.nvme) if isinstance(request.nvme, (str, os.PathLike)) else None
         limits = [min(n, 2**62) for n in (request.host_limit(cluster), request.nvme_limit(cluster))]
         self.opened = numbered(self.groups.prefix, highest(self.groups, next_number(self.groups.prefix)))
         open_store(self.opened, OffloadSettings(int(limits[0]), directory, int(limits[1]) if directory else 0))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -13,15 +15,19 @@ def main() -> int:
     except ImportError:
         print(f"no GPU: {sys.executable} has no torch; set GPU_PYTHON to an interpreter that has")
         return 2
-    if not torch.cuda.is_available():
+    if os.environ.get("GPU_CHECK_DEVICE", "cuda") == "cuda" and not torch.cuda.is_available():
         print(f"no GPU: torch {torch.__version__} of {sys.executable} sees none")
         return 2
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {sys.version.split()[0]}")
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU: a rehearsal"
+    print(f"{name}, torch {torch.__version__}, Python {sys.version.split()[0]}")
     for name in ("autopar", "transformers", "pytest", "hypothesis"):
         importlib.import_module(name)
     import pytest
 
-    return int(pytest.main(["-s", "-p", "no:cacheprovider", str(Path(__file__).parent)]))
+    several = ["-n", str(min(8, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") else []
+    folder = Path(__file__).parent
+    files = [folder, *(folder.parent / "unit" / f"test_{name}.py" for name in ("attention", "loss_head"))]  # which run on both
+    return int(pytest.main(["-q", "-p", "no:cacheprovider", "-m", "not wide", *several, *map(str, files), *sys.argv[1:]]))
 
 
 if __name__ == "__main__":

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
+from tests.gpu.where import DEVICE, error, mesh, only_here, whole
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cuda", (1,), mesh_dim_names=("dp",))
-    dist.destroy_process_group()
+pytestmark = only_here
+__all__ = ["mesh"]
 
 
 def llama(dtype: torch.dtype) -> LlamaForCausalLM:
@@ -34,11 +26,7 @@ def llama(dtype: torch.dtype) -> LlamaForCausalLM:
         num_key_value_heads=4,
         use_cache=False,
     )
-    return LlamaForCausalLM(config).to(torch.bfloat16).to("cuda", dtype)
-
-
-def whole(x: torch.Tensor) -> torch.Tensor:
-    return x.full_tensor() if isinstance(x, dist.tensor.DTensor) else x
+    return LlamaForCausalLM(config).to(torch.bfloat16).to(DEVICE, dtype)
 
 
 def loss_and_gradients(model: torch.nn.Module, ids: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
@@ -47,15 +35,9 @@ def loss_and_gradients(model: torch.nn.Module, ids: torch.Tensor) -> tuple[float
     return loss.item(), {n: whole(p.grad).float() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def error(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """Relative difference over all gradients."""
-    difference = torch.stack([(a[n] - b[n]).norm() for n in b]).norm()
-    return (difference / torch.stack([g.norm() for g in b.values()]).norm()).item()
-
-
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_llama_bf16(mesh: DeviceMesh, layout: str) -> None:
-    ids = torch.randint(1024, (4, 512), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    ids = torch.randint(1024, (4, 512), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
     exact_loss, exact = loss_and_gradients(llama(torch.float32), ids)
     eager_loss, eager = loss_and_gradients(llama(torch.bfloat16), ids)
     model = autopar.compile(llama(torch.bfloat16), mesh, layout=layout, backend="inductor")
@@ -76,7 +58,7 @@ def test_llama_trains(mesh: DeviceMesh) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         out = []
         for step in range(20):
-            ids = torch.randint(64, (4, 128), device="cuda", generator=torch.Generator("cuda").manual_seed(step))
+            ids = torch.randint(64, (4, 128), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(step))
             loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
