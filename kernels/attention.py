@@ -6,16 +6,18 @@ and, with g the gradient of out and delta = sum_d g out (Dao et al., FlashAttent
 
     dv = p^T g,  ds = p (g v^T - delta),  dq = scale ds k,  dk = scale ds^T q,  dbias = ds
 
-`autopar::attention_v1` (q [B, Hq, Q, E], k [B, Hkv, S, E], v [B, Hkv, S, D], bias? [B|1, Hq|1, Q|1, S], is_causal, scale, q_index?)
+`autopar::attention_v2` (q [B, Hq, Q, E], k [B, Hkv, S, E], v [B, Hkv, S, D], bias? [B|1, Hq|1, Q|1, S], is_causal, scale, q_index?)
 -> (out [B, Hq, Q, D], lse [B, Hq, Q] in float32, float64 for doubles).
 
 - Hq is a multiple of Hkv: query head h reads key/value head h // (Hq / Hkv).
 - is_causal: query i sees keys 0 .. i. q_index [Q], int64: the global index of every query, where a rank has some of them only.
 - A row that sees no key gives zeros and passes no gradient, as torch's attention does; its lse is -inf.
-- `attention_backward_v2` takes out and lse of all keys a query sees; given some of those keys it gives their part of dq, and their dk and dv. It also gives the gradient of the bias, summed to the bias's shape, where one is wanted.
+- out, dq, dk and dv lie as torch's kernels make them, heads within queries or keys ([B, Q, H, D] in memory), so that what projects them reads them without a copy;
+  operands may lie anyhow, elements of a head together.
+- `attention_backward_v3` takes out and lse of all keys a query sees; given some of those keys it gives their part of dq, and their dk and dv. It also gives the gradient of the bias, summed to the bias's shape, where one is wanted.
 
-torch's fused kernels do the work where they mean the same, the formulas elsewhere. CUDA's fused backward adds in no fixed order
-unless `torch.use_deterministic_algorithms` is on, as in eager torch. When a body changes so must the name: compiled graphs are cached
+torch's fused kernels do the work where they mean the same, the formulas elsewhere: on a GPU cuDNN's or flash attention, as torch would choose, where there is no bias and half precision, else
+the memory-efficient one. CUDA's fused backward adds in no fixed order unless `torch.use_deterministic_algorithms` is on, as in eager torch. When a body changes so must the name: compiled graphs are cached
 by name.
 """
 
@@ -27,6 +29,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from autopar import _torch
 
 aten = torch.ops.aten
 LSE_ROWS = 32  # the memory-efficient kernel wants an lse padded to a multiple of this
@@ -61,7 +65,22 @@ def _mask(q: Tensor, k: Tensor, bias: Tensor | None, is_causal: bool, q_index: T
 
 def _group(x: Tensor, heads: int) -> Tensor:
     """Key/value heads repeated to `heads`."""
-    return (x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)).contiguous()
+    return _rows(x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1))
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The elements of a head together: what kernels read."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _laid(x: Tensor) -> Tensor:
+    """[B, H, N, D], as [B, N, H, D] in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _new(x: Tensor, *shape: Any) -> Tensor:
+    b, h, n, d = shape
+    return x.new_empty((b, n, h, d)).transpose(1, 2)
 
 
 def _ungroup(grad: Tensor, x: Tensor) -> Tensor:
@@ -69,7 +88,7 @@ def _ungroup(grad: Tensor, x: Tensor) -> Tensor:
     groups, heads = x.shape[1], grad.shape[1]
     if groups != heads:
         grad = grad.unflatten(1, (groups, heads // groups)).sum(2)
-    return grad.to(x.dtype).contiguous()
+    return _laid(grad.to(x.dtype))
 
 
 # ---- the formulas --------------------------------------------------------------------------------------------------
@@ -114,7 +133,7 @@ def _math_backward(
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> str:
-    """Which of torch's kernels means the same for this call: "cpu", "flash", "efficient", or "math" for none."""
+    """Which of torch's kernels means the same for this call: "cpu", "cudnn", "flash", "efficient", or "math" for none."""
     e, d = q.shape[-1], v.shape[-1]
     if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
         return "math"
@@ -124,7 +143,7 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: boo
         return "math"
     # CUDA's flash kernel aligns causality at the last key, attention at the first: the same for as many queries as keys.
     if q.dtype != torch.float32 and e == d <= 256 and mask is None and (not is_causal or q.shape[2] == k.shape[2]):
-        return "flash"
+        return "cudnn" if _torch.prefers_cudnn_attention(q, k, v, is_causal) else "flash"
     return "efficient"
 
 
@@ -133,12 +152,17 @@ def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     if mask is None:
         return None
     keys = k.shape[2]
+    if mask.stride(-1) != 1 or (mask.shape[2] > 1 and mask.stride(2) % 8):
+        mask = mask.contiguous()
     return F.pad(mask, (0, -keys % 8))[..., :keys].expand(*q.shape[:3], keys)
 
 
 def _fused(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     if kernel == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
+    elif kernel == "cudnn":
+        out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal, scale=scale)[:2]
+        lse = lse.reshape(q.shape[:3])
     elif kernel == "flash":
         out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)[:2]
     else:
@@ -158,6 +182,13 @@ def _fused_backward(
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
         found = backward(grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale)
         return found
+    if kernel == "cudnn":
+        unused = torch.zeros((), dtype=torch.int64, device=q.device)  # state of the dropout that is none
+        backward = aten._scaled_dot_product_cudnn_attention_backward
+        found = backward(
+            grad, q, k, v, out, lse.unsqueeze(-1), unused, unused, None, None, None, q.shape[2], k.shape[2], 0.0, is_causal, scale=scale
+        )
+        return found
     if kernel == "flash":
         unused = torch.zeros(2, dtype=torch.int64, device=q.device).view(torch.uint64)  # state of the dropout that is none
         backward = aten._scaled_dot_product_flash_attention_backward
@@ -174,33 +205,34 @@ def _fused_backward(
 # ---- the ops -------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("autopar::attention_v1", mutates_args=())
+@torch.library.custom_op("autopar::attention_v2", mutates_args=())
 def attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float, q_index: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     mask, is_causal = _mask(q, k, bias, is_causal, q_index)
-    q, k, v = q.contiguous(), _group(k, q.shape[1]), _group(v, q.shape[1])
+    q, k, v = _rows(q), _group(k, q.shape[1]), _group(v, q.shape[1])
     kernel = _kernel(q, k, v, mask, is_causal)
     if kernel == "math":
         out, lse = _math(q, k, v, mask, is_causal, scale)
     else:
         out, lse = _fused(kernel, q, k, v, mask, is_causal, scale)
-    return out.contiguous(), lse.contiguous()
+    return _laid(out), lse.contiguous()
 
 
 @attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float, q_index: Tensor | None) -> tuple[Tensor, Tensor]:
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=_wide(q.dtype))
+    return _new(q, *q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=_wide(q.dtype))
 
 
-@torch.library.custom_op("autopar::attention_backward_v2", mutates_args=())
+@torch.library.custom_op("autopar::attention_backward_v3", mutates_args=())
 def attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, is_causal: bool, scale: float,
     q_index: Tensor | None, bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dbias); dbias is an empty tensor unless `bias_grad`."""
     mask, is_causal = _mask(q, k, bias, is_causal, q_index)
-    grad, q, out, lse = (x.contiguous() for x in (grad, q, out, lse))
+    # Some kernels read out as they made it, whatever strides it says it has.
+    grad, q, out, lse = _rows(grad), _rows(q), _laid(out), lse.contiguous()
     keys, values = _group(k, q.shape[1]), _group(v, q.shape[1])
     kernel = _kernel(q, keys, values, mask, is_causal)
     if kernel == "math" or (kernel == "cpu" and bias_grad):
@@ -212,7 +244,7 @@ def attention_backward(
     if bias_grad:
         assert bias is not None
         dbias = ds.sum_to_size(bias.shape).to(bias.dtype).contiguous()
-    return dq.to(q.dtype).contiguous(), _ungroup(dk, k), _ungroup(dv, v), dbias
+    return _laid(dq.to(q.dtype)), _ungroup(dk, k), _ungroup(dv, v), dbias
 
 
 @attention_backward.register_fake
@@ -221,7 +253,7 @@ def _(
     q_index: Tensor | None, bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dbias = bias.new_empty(bias.shape) if bias_grad and bias is not None else grad.new_empty((0,))
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
+    return _new(q, *q.shape), _new(k, *k.shape), _new(v, *v.shape), dbias
 
 
 def _setup(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -87,7 +87,7 @@ class FusedRecompute:
         instead = sum(nbytes(n) for n in {storage_of(n) for n in way.unsaved})
         unread, longer = 0, 0
         for n in {storage_of(n) for n in way.saved}:
-            reads = [r for r in self.readers(_maker(n)) if r.meta["direction"] == "backward"]
+            reads = [r for r in self.readers(_maker(n)) if r.op != "output" and r.meta["direction"] == "backward"]
             unread += 0 if any(self.is_cheap(r) for r in reads) else nbytes(n)
             longer += 0 if any(self.order[r] >= first for r in reads) else nbytes(n)
         # At equal size, what is written for backward alone gives way to what is written anyway.

@@ -1,9 +1,10 @@
 """Private torch APIs: the only room that imports them. It absorbs the differences between versions (torch >= 2.11).
 
-In: what the rest asks for by these names. Out: what torch does. **A private API goes into the file of its subject**: fake tensors (fakes.py), calls of fx graphs (nodes.py),
+In: what the rest asks for by these names. Out: what torch does. **A private API goes into the file of its subject**: fake tensors (fakes.py), attention (attention.py), calls of fx graphs (nodes.py),
 dynamo (language.py, effects.py, regions.py), the joint graph of AOTAutograd (export.py), Inductor (inductor.py), process groups and DTensors (distributed.py), groups that break and are made anew (regroup.py, sockets.py), what DTensors cannot do (dtensors.py), norms of gradients (clipping.py), effects in graphs (tokens.py), sizes that vary (symbols.py).
 """
 
+from autopar._torch.attention import prefers_cudnn_attention
 from autopar._torch.clipping import norms_over
 from autopar._torch.distributed import (
     alias_process_group,
@@ -139,6 +140,7 @@ __all__ = [
     "own_endpoints",
     "placeholder_group",
     "plainly",
+    "prefers_cudnn_attention",
     "process_group",
     "pytree",
     "quiet_without_gradient",

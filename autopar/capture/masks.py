@@ -19,7 +19,7 @@ from unittest import mock
 from torch import nn
 
 _MODULE = "transformers.masking_utils"
-_EXPORTING, _PACKED = "is_torchdynamo_exporting", "find_packed_sequence_indices"
+_EXPORTING, _TRACING, _PACKED = "is_torchdynamo_exporting", "is_tracing", "find_packed_sequence_indices"
 
 
 @contextlib.contextmanager
@@ -28,6 +28,11 @@ def plain_masks(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     with contextlib.ExitStack() as stack:
         if hasattr(masks, _EXPORTING):
             stack.enter_context(mock.patch.object(masks, _EXPORTING, lambda: False))
+        elif hasattr(
+            masks, _TRACING
+        ):  # older ones ask whether anything traces: a mask's values cannot be looked at then, but there may be no mask
+            traces = getattr(masks, _TRACING)
+            stack.enter_context(mock.patch.object(masks, _TRACING, lambda mask=None: mask is not None and traces(mask)))
         if hasattr(masks, _PACKED) and _counts_positions(model, args, kwargs):
             stack.enter_context(mock.patch.object(masks, _PACKED, lambda position_ids: None))
         yield

@@ -29,7 +29,7 @@ def _index(op: Op, at: int) -> str:
     return ", q" if isinstance(op.arg(at), Tensor) else ""
 
 
-@rule("autopar.attention_v1.default")
+@rule("autopar.attention_v2.default")
 def _attention(op: Op) -> Line:
     q, k, _, bias = op.args[:4]
     g, r = _heads(q, k)
@@ -40,7 +40,7 @@ def _attention(op: Op) -> Line:
     )  # fmt: skip
 
 
-@rule("autopar.attention_backward_v2.default")
+@rule("autopar.attention_backward_v3.default")
 def _attention_backward(op: Op) -> Line:
     """dk and dv are sums over the queries and query heads that read them, dbias over what it broadcasts.
 

@@ -24,6 +24,7 @@ from autopar.passes.stages.cut import Crossing
 from autopar.passes.stages.separate import owner
 from autopar.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 from autopar.runtime.channels import Channels, Key
+from autopar.runtime.own_memory import OwnMemory
 from autopar.runtime.run import Caller
 from autopar.runtime.stages import Pipeline, StagedStep
 
@@ -199,7 +200,8 @@ class Handed(torch.autograd.Function):
         with torch.no_grad():
             found = {} if tangent is None else run.gradients(tangent)
             builder = run.module._builder
-            out = [None if n not in found else builder.gradient(n, found[n], run.step.plan) for n in run.params]
+            own = OwnMemory(())
+            out = [None if n not in found else builder.gradient(n, own.of(found[n]), run.step.plan) for n in run.params]
         for name, p in run.module.named_parameters():
             if name not in found:
                 _torch.quiet_without_gradient(p)

@@ -19,6 +19,7 @@ from autopar.runtime.check import FirstStep
 from autopar.runtime.gradients import GradSync
 from autopar.runtime.inputs import InputReader
 from autopar.runtime.outputs import OutputGiver
+from autopar.runtime.own_memory import OwnMemory
 from autopar.runtime.step import Step
 
 
@@ -172,6 +173,7 @@ class Apply(torch.autograd.Function):
         with shared(groups, run.number, "backward", reduces), torch.no_grad():
             if check is not None:
                 check.backward(saved, values, lambda: run.tangents(values))
+            own = OwnMemory(t for r, t in values.items() if r.kind in ("param", "tangent"))
             params = run.reduce(saved, values)
             if check is not None:
                 check.ran_backward([(r, params.get(r)) for r in step.base.backward_outputs])
@@ -184,12 +186,12 @@ class Apply(torch.autograd.Function):
                 _torch.quiet_without_gradient(p)
         for name in run.diff[: ctx.n_params]:
             local = params.get(Role("grad", name))
-            out.append(None if local is None else module._builder.gradient(name, local, step.plan))
+            out.append(None if local is None else module._builder.gradient(name, own.of(local), step.plan))
         with during("backward: gradients of inputs", groups.ranks):
             for i, t in enumerate(run.call.tensors):
                 if t.requires_grad:
                     local = params.get(Role("input_grad", "", i))
-                    out.append(None if local is None else module._reader.returned(t, local, step.plan.inputs[i]))
+                    out.append(None if local is None else module._reader.returned(t, own.of(local), step.plan.inputs[i]))
         if torch.is_grad_enabled():  # create_graph=True
             found = [g.detach().requires_grad_() for g in out if g is not None]
             made = iter(_Once.apply(*found) if found else ())

@@ -25,7 +25,7 @@ from autopar import _torch
 from autopar.capture.describe import tensor_name
 from benchmarks.baselines.program import Program
 
-_ATTENTION = torch.ops.autopar.attention_v1
+_ATTENTION = torch.ops.autopar.attention_v2
 
 if _ATTENTION not in flop_registry:
 

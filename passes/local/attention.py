@@ -10,7 +10,7 @@ from autopar.passes.local import local, operator
 from autopar.passes.local.context import Local
 
 
-@local("autopar.attention_v1.default")
+@local("autopar.attention_v2.default")
 def _attention(
     ctx: Local, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, is_causal: bool, scale: float, q_index: Any
 ) -> Any:
@@ -19,7 +19,7 @@ def _attention(
     return operator(ctx.op.target)(q, k, v, bias, is_causal, scale, q_index)
 
 
-@local("autopar.attention_backward_v2.default")
+@local("autopar.attention_backward_v3.default")
 def _attention_backward(
     ctx: Local, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     bias: Any, is_causal: bool, scale: float, q_index: Any, bias_grad: bool,

@@ -7,6 +7,15 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import Any
+
+
+class AtOnce:
+    """A failure is printed when it happens: where time is short, the run may be ended before its summary."""
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            print(f"\n{report.nodeid} failed in {report.when}:\n{str(report.longrepr)[-4000:]}", flush=True)
 
 
 def main() -> int:
@@ -27,7 +36,9 @@ def main() -> int:
     several = ["-n", str(min(8, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") else []
     folder = Path(__file__).parent
     files = [folder, *(folder.parent / "unit" / f"test_{name}.py" for name in ("attention", "loss_head"))]  # which run on both
-    return int(pytest.main(["-q", "-p", "no:cacheprovider", "-m", "not wide", *several, *map(str, files), *sys.argv[1:]]))
+    return int(
+        pytest.main(["-q", "-p", "no:cacheprovider", "-m", "not wide", *several, *map(str, files), *sys.argv[1:]], plugins=[AtOnce()])
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from autopar.passes import local
 from autopar.rules.strategy import is_legal, placements
 from tests.spmd.ops import MismatchError, call, check
 
-FORWARD, BACKWARD = "autopar.attention_v1.default", "autopar.attention_backward_v2.default"
+FORWARD, BACKWARD = "autopar.attention_v2.default", "autopar.attention_backward_v3.default"
 B, H, Q, S, E, D = 4, 12, 12, 8, 6, 4
 SCALE = 0.3
 

@@ -109,7 +109,7 @@ def torch_saves(p: Program, budget: float) -> set[str]:
     from torch._functorch import config, partitioners
 
     known = partitioners.get_default_op_list()
-    known.compute_intensive_ops.add(torch.ops.autopar.attention_v1)
+    known.compute_intensive_ops.add(torch.ops.autopar.attention_v2)
     gm, roles = copied(p.captured.gm), p.captured.outputs
     count = next(i for i, r in enumerate(roles) if r.kind == "grad")
     with config.patch({"activation_memory_budget": budget}), mock.patch.object(partitioners, "get_default_op_list", lambda: known):

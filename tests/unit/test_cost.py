@@ -132,7 +132,7 @@ def attention(causal: bool, bias: bool = False, s: int = 128, q: int = 128) -> O
     ins = (tensor("q", 2, 8, q, 64), tensor("k", 2, 4, s, 64), tensor("v", 2, 4, s, 32))
     mask = tensor("bias", 1, 1, q, s) if bias else None
     out = (tensor("o.0", 2, 8, q, 32), tensor("o.1", 2, 8, q, dtype="float32"))
-    return call("autopar.attention_v1.default", *ins, mask, causal, 0.125, None, out=out)
+    return call("autopar.attention_v2.default", *ins, mask, causal, 0.125, None, out=out)
 
 
 def backward_of(op: Op) -> Op:
@@ -140,7 +140,7 @@ def backward_of(op: Op) -> Op:
     out, lse = op.outputs
     grads = (*(tensor(f"g.{i}", *x.shape) for i, x in enumerate((q, k, v))), tensor("g.3", 0))
     return call(
-        "autopar.attention_backward_v2.default", tensor("go", *op.out.shape), q, k, v, out, lse, op.args[3], op.args[4], 0.125, None, False,
+        "autopar.attention_backward_v3.default", tensor("go", *op.out.shape), q, k, v, out, lse, op.args[3], op.args[4], 0.125, None, False,
         out=grads, direction="backward",
     )  # fmt: skip
 

@@ -52,8 +52,8 @@ def test_what_costs() -> None:
 @wide
 def test_what_the_plan_does() -> None:
     plan = plan_graph(folded(), MESH, cluster(4), training(), Limits(seconds=120)).plan
-    name = next(n for n, c in plan.ops.items() if c.kind == "attention" and plan.targets[n] == "autopar.attention_v1.default")
-    request = strategy(plan, "autopar.attention_v1", plan.ops[name])
+    name = next(n for n, c in plan.ops.items() if c.kind == "attention" and plan.targets[n] == "autopar.attention_v2.default")
+    request = strategy(plan, "autopar.attention_v2", plan.ops[name])
     for op in (name, "self_attn", "model.layers.1.self_attn", "layers.*.self_attn"):
         e = asked(op, request)
         assert e.verdict == "does" and e.instead_s == e.step_s and "So it is in the plan" in e.text

@@ -272,7 +272,7 @@ def test_eager_draws_what_a_captured_step_draws(name: str) -> None:
         fake = _Twice(CALLS[name])
     with mode, captured_ops():
         graph = _torch.export_joint(fake, (torch.empty(4, 6, 8),))[0]
-    assert torch.ops.autopar.attention_v1.default not in {n.target for n in graph.graph.nodes}
+    assert torch.ops.autopar.attention_v2.default not in {n.target for n in graph.graph.nodes}
     with torch.no_grad():
         outputs, gradients = _Interpreter(graph).run(model.weight.detach(), x, torch.ones(()))
     torch.testing.assert_close(outputs[0], loss.detach(), rtol=2e-6, atol=1e-6)

@@ -258,7 +258,7 @@ def test_flex_attention_is_attention_with_a_mask(slope: float) -> None:
 
     model = trained(same, documents, ((4, 12), (4, 20), (4, 9)))
     assert (model.programs.captured, model.programs.general) == (2, 1)
-    assert ("autopar.attention_v1.default" in model.plan.targets.values()) == (slope == 0.0)
+    assert ("autopar.attention_v2.default" in model.plan.targets.values()) == (slope == 0.0)
     with torch.no_grad():  # as the user's own code runs it
         given = documents(2, 12)
         eager = Packed(True, slope)

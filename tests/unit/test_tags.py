@@ -277,7 +277,7 @@ def made_by(g: Graph, tensors: set[str], where: str = "layers") -> set[str]:
 def test_regions_are_made_again_though_memory_is_plentiful(how: str) -> None:
     g, plan = planned(how, how, how)
     kept, again = made_by(g, set(plan.kept)), made_by(g, {t.name for op in g.ops if op.name in plan.recompute for t in op.outputs if t})
-    assert kept == {"plain": {"add"}, "list": {"add", "mm", "attention_v1"}, "second": {"add", "mm"}}[how]
+    assert kept == {"plain": {"add"}, "list": {"add", "mm", "attention_v2"}, "second": {"add", "mm"}}[how]
     assert {"native_layer_norm", "gelu", "native_dropout", "add"} <= again and ("mm" in again) == (how != "list")
     for op in forward(g):
         for i, t in enumerate(op.outputs):

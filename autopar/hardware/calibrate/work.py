@@ -63,7 +63,7 @@ def products(clock: Clock, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def attentions(clock: Clock, dtype: torch.dtype) -> Iterator[Sample]:
-    forward, backward = torch.ops.autopar.attention_v1.default, torch.ops.autopar.attention_backward_v2.default
+    forward, backward = torch.ops.autopar.attention_v2.default, torch.ops.autopar.attention_backward_v3.default
     for (b, h, s, e), causal in itertools.product(ATTENTIONS, (False, True)):
         # Heads lie beside each other, as projections leave them.
         q, k, v, g = (torch.randn(b, s, h, e, device=clock.device).to(dtype).transpose(1, 2) for _ in range(4))
