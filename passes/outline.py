@@ -28,6 +28,7 @@ import torch
 from torch import fx
 
 from autopar import _torch
+from autopar.passes.constant_scatters import constant_scatters
 from autopar.passes.demands import guard
 from autopar.passes.overlap import goes_before, marked
 from autopar.passes.repeats import Cuts, Repeat, adds_integer, call_hash, find_repeats, text, value_text
@@ -206,7 +207,7 @@ class _Rebuilder:
             env[n] = graph.node_copy(n, env.__getitem__)
         graph.output(tuple(env[n] for n in outputs))
         guard(graph)
-        return _torch.decompose_late(fx.GraphModule(self.gm, graph), values, self.mode)
+        return constant_scatters(_torch.decompose_late(fx.GraphModule(self.gm, graph), values, self.mode), self.mode)
 
     # ---- copies of a body --------------------------------------------------------------------------------------
 
