@@ -236,7 +236,9 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         lock, cluster = Path(folder) / "lock", a.cluster
-        result: dict[str, Any] = {k: v for k, v in vars(a).items() if isinstance(v, (int, float, str)) and k not in ("way", "plain", "device")}
+        result: dict[str, Any] = {
+            k: v for k, v in vars(a).items() if isinstance(v, (int, float, str)) and k not in ("way", "plain", "device")
+        }
         result["limits"] = limits(a)
         print(json.dumps(result["limits"]), flush=True)
         if a.device == "cuda":

@@ -63,14 +63,40 @@ HEAD = """# Benchmarks
 What was measured, how, and on what. Three kinds of numbers appear, and each table says which it has.
 
 - *Published*: step times and peaks that other people measured on GPUs with their own programs. Our cost model is compared with them.
-- *Measured*: run on two CPU cores, over gloo where there are several processes.
+- *Measured*: run on two CPU cores, over gloo where there are several processes; in the first section on one GPU.
 - *Predicted*: by the cost model, for GPUs that were not there.
 
-No run of autopar on a GPU has been recorded yet. How to measure again stands under each section; what a fair comparison must hold equal stands in
+No run of autopar on several GPUs has been recorded yet. How to measure again stands under each section; what a fair comparison must hold equal stands in
 `benchmarks/README.md`."""
 
 
 # ---- sections ----------------------------------------------------------------------------------------------------
+
+
+def one_gpu(results: dict[str, Result]) -> str:
+    r = results["gpu"]
+    ways = {w["way"]: w for w in r["ways"] if "failed" not in w}
+    ours, theirs, tokens = ways["autopar"], ways["torch.compile"], r["batch"] * r["sequence"]
+    rows = []
+    for name, w in ways.items():
+        said = [f"{w['predicted_s'] * 1e3:.1f}", size(w["predicted_bytes"])] if "predicted_s" in w else ["", ""]
+        rows.append(
+            [name, f"{w['step_s'] * 1e3:.1f}", f"{tokens / w['step_s']:,.0f}", size(w["peak_bytes"]), *said, f"{w['losses'][-1]:.5f}"]
+        )
+    steps = len(ours["seconds"]) * 5 + 4
+    return f"""## One GPU
+
+A Llama of {ours["parameters"] / 1e9:.2f} billion parameters ({r["layers"]} layers, width {r["width"]}, vocabulary {r["vocabulary"]:,}, tied), {r["batch"]} x {r["sequence"]} tokens, bf16 throughout,
+fused AdamW, on one {r["gpu"]}. `autopar.compile` takes {ours["step_s"] / theirs["step_s"]:.2f} of the time of `torch.compile` and {ours["peak_bytes"] / theirs["peak_bytes"]:.2f} of its memory. Times
+are medians of windows of five steps that follow one another, one process at a time; memory is what the allocator had given out at most; the loss is that after {steps} steps on one batch.
+
+{table(["", "ms a step", "tokens/s", "peak", "predicted ms", "predicted peak", "loss"], rows)}
+
+With "budget", `torch._functorch.config.activation_memory_budget` is 0.5. The prediction is of the H100's description, which is fitted to published runs of many GPUs: a lone card is faster
+than it says. Of what the predicted peak lacks, {size(4 * tokens * r["vocabulary"])} are a float32 [tokens, vocabulary] that the loss's gradient filled with zeros: found in this run, gone since, and not
+measured again. The card copied {r["limits"]["copy_Bps"] / 1e12:.2f} TB/s (read and written), multiplied at {r["limits"]["product_flops"] / 1e12:.0f} TFLOP/s (bf16, 8192 x 8192 x 8192), and moved {r["limits"]["to_host_Bps"] / 1e9:.0f} GB/s to pinned memory.
+
+{origin(results, "gpu")}"""
 
 
 def one_curve(results: dict[str, Result]) -> str:
@@ -493,7 +519,7 @@ ratios say something. gloo was later than the link by {share(r["late_s"] / r["bu
 
 
 SECTIONS: tuple[Callable[[dict[str, Result]], str], ...] = (
-    one_curve, published, steps, equal_memory, equal_memory_measured, offloaded, planning, restructured, layouts, building, overlap, lengths, second_start, experts, loss_head, elastic, image_steps,
+    one_gpu, one_curve, published, steps, equal_memory, equal_memory_measured, offloaded, planning, restructured, layouts, building, overlap, lengths, second_start, experts, loss_head, elastic, image_steps,
 )  # fmt: skip
 
 
