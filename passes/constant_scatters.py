@@ -25,7 +25,7 @@ _SCATTERS = (aten.scatter.value, aten.scatter.src)
 def constant_scatters(gm: fx.GraphModule, mode: Any) -> fx.GraphModule:
     changed = False
     for n in list(gm.graph.nodes):
-        if n.target in _SCATTERS and n.args[0].target is aten.full.default and _is_one_a_row(n):
+        if n.target in _SCATTERS and n.all_input_nodes[0].target is aten.full.default and _is_one_a_row(n):
             _replace(gm.graph, mode, n)
             changed = True
     if changed:
@@ -34,8 +34,14 @@ def constant_scatters(gm: fx.GraphModule, mode: Any) -> fx.GraphModule:
     return gm
 
 
-def _is_one_a_row(n: fx.Node) -> bool:
+def _operands(n: fx.Node) -> tuple[fx.Node, int, fx.Node, Any]:
     full, dim, index, value = n.args
+    assert isinstance(full, fx.Node) and isinstance(dim, int) and isinstance(index, fx.Node)
+    return full, dim, index, value
+
+
+def _is_one_a_row(n: fx.Node) -> bool:
+    full, dim, index, value = _operands(n)
     whole, rows = full.meta["val"].shape, index.meta["val"].shape
     if len(whole) != len(rows) or not whole or not isinstance(whole[dim], int):
         return False
@@ -46,7 +52,7 @@ def _is_one_a_row(n: fx.Node) -> bool:
 
 
 def _replace(graph: fx.Graph, mode: Any, n: fx.Node) -> None:
-    full, dim, index, value = n.args
+    full, dim, index, value = _operands(n)
     val = full.meta["val"]
     how = {"dtype": val.dtype, "device": val.device, "layout": torch.strided, "pin_memory": False}
 

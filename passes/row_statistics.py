@@ -37,6 +37,7 @@ def row_statistics(gm: fx.GraphModule, mode: Any, ops: Set[str]) -> None:
 def _difference(graph: fx.Graph, mode: Any, n: fx.Node) -> fx.Node:
     """`n`, as the difference of what it was made of and a number a row."""
     x, dim = n.args[0], n.args[1]
+    assert isinstance(x, fx.Node)
     place = n
 
     def call(target: Any, args: tuple[Any, ...], op: str, kwargs: dict[str, Any] | None = None) -> fx.Node:

@@ -24,8 +24,8 @@ class OwnMemory:
         storage = t.untyped_storage().data_ptr()
         if t.numel() == 0 or storage == 0:
             return t
-        start = t.storage_offset() * t.element_size()
-        end = start + (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) * t.element_size()
+        start = int(t.storage_offset()) * t.element_size()
+        end = start + (1 + sum((int(n) - 1) * int(s) for n, s in zip(t.shape, t.stride(), strict=True))) * t.element_size()
         taken = self._taken.setdefault(storage, [])
         if copies and any(start < b and a < end for a, b in taken):
             return t.clone()

@@ -53,7 +53,7 @@ def error(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     """Relative difference over all gradients."""
     assert a.keys() == b.keys()
     difference = torch.stack([(a[n] - b[n]).norm() for n in b]).norm()
-    return (difference / torch.stack([g.norm() for g in b.values()]).norm()).item()
+    return float(difference / torch.stack([g.norm() for g in b.values()]).norm())
 
 
 def worst(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[float, str]:
