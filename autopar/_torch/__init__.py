@@ -6,6 +6,7 @@ dynamo (language.py, effects.py, regions.py), the joint graph of AOTAutograd (ex
 
 from autopar._torch.attention import prefers_cudnn_attention
 from autopar._torch.clipping import norms_over
+from autopar._torch.cuda_code import Kernel, codes_for_cuda, is_taken, kernels_of
 from autopar._torch.distributed import (
     alias_process_group,
     collectives,
@@ -75,6 +76,7 @@ from autopar._torch.symbols import SymbolicValues, Symbols, concrete, expression
 
 __all__ = [
     "Effect",
+    "Kernel",
     "Marks",
     "MuonStep",
     "Notes",
@@ -85,6 +87,7 @@ __all__ = [
     "alias_process_group",
     "boxed",
     "check_recorded_values",
+    "codes_for_cuda",
     "collectives",
     "compile_inner",
     "compiled_when_called",
@@ -120,8 +123,10 @@ __all__ = [
     "is_open",
     "is_operator",
     "is_pure",
+    "is_taken",
     "join_group",
     "keep_strides",
+    "kernels_of",
     "leave_groups",
     "leave_region",
     "let_go_of_groups",

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from autopar.errors import OptimizerError
 
+HALF = 2.0  # bytes
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -21,6 +23,10 @@ class Kind:
     temporaries: float
     traffic_bytes: float
     state_bytes: float = 0.0
+
+    def traffic_of(self, width: float) -> float:
+        """Bytes to and from memory, where parameters are `width` bytes wide: those in half precision are not written a second time."""
+        return width / 4 * (self.traffic_bytes - (HALF if width < 4 else 0.0))
 
 
 # 8-bit moments come with a 4-byte scale for every 256 of them (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", section 2.2).

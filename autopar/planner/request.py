@@ -123,7 +123,7 @@ def training_config(
         "" if reduce is None else _name(reduce),
         state_bytes=kind.state_bytes + wide * kind.moments,
         step_bytes=wide * kind.temporaries,
-        traffic_bytes=kind.traffic_bytes,
+        traffic_bytes=kind.traffic_of(wide),
         master_bytes=wide,
         budget_bytes=budget_bytes,
         micro_batches=grad_accumulation * micro_batches,

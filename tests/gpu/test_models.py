@@ -30,7 +30,12 @@ def test_language_and_others(mesh: DeviceMesh, name: str, backend: str) -> None:
     one = without_dropout(zoo.build(2).train()).to(DEVICE)
     inputs = here(zoo.inputs(4, 32))
     model = autopar.compile(copy.deepcopy(one), mesh, layout="fsdp", backend=backend, **zoo.compile)
-    loss = model(**inputs)
+    try:
+        loss = model(**inputs)
+    except Exception as e:
+        if "PassManager::run failed" in str(e):  # seen of gemma3 with triton 3.6: "operand #0 does not dominate this use"
+            pytest.xfail("triton's compiler fails on a kernel that Inductor wrote")
+        raise
     if torch_loss is None:
         loss, want = loss.loss, one(**inputs).loss
     else:
