@@ -118,7 +118,7 @@ def test_every_model(name: str) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", ["unet", "resnet"])
+@pytest.mark.parametrize("name", ["unet", "resnet", "efficientnet"])
 def test_compiled(name: str) -> None:
     cases = [(name, True)]
     check(run(every, 2, cases, (2,), None, "inductor", 4, 8), cases)
