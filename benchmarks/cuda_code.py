@@ -2,7 +2,7 @@
 
     python -m benchmarks.cuda_code --models llama,gemma3 [--layout fsdp] [--capability 90] [--dtype bfloat16] [--width 64] [--keep folder]
 
-A kernel that the compiler refuses, or that spills registers, is named; the exit code is 1 then. Needs triton beside torch (`pip install triton`): torch's CPU build will do.
+A kernel that the compiler refuses, or that uses a stack (for spilled registers, or the sine of large numbers), is named; the exit code is 1 where one is refused. Needs triton beside torch (`pip install triton`): torch's CPU build will do.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def module_of(name: str, a: argparse.Namespace) -> tuple[Any, dict[str, Any], di
     """The model without dropout, a call's arguments and autopar.compile's."""
     import torch
 
-    from tests.models import ZOO
+    from tests.models import ZOO, without_dropout
 
     torch.manual_seed(0)
     sizes = {}
@@ -47,10 +47,7 @@ def module_of(name: str, a: argparse.Namespace) -> tuple[Any, dict[str, Any], di
             "hidden_size": a.width, "intermediate_size": 4 * a.width, "num_attention_heads": max(1, a.width // 64),
             "num_key_value_heads": max(1, a.width // 256), "vocab_size": 32000, "max_position_embeddings": a.sequence,
         }  # fmt: skip
-    model = ZOO[name].build(a.layers, **sizes).to(getattr(torch, a.dtype)).train()
-    for m in model.modules():
-        if isinstance(m, torch.nn.Dropout):
-            m.p = 0.0
+    model = without_dropout(ZOO[name].build(a.layers, **sizes).to(getattr(torch, a.dtype)).train())
     inputs = {k: v.to(getattr(torch, a.dtype)) if v.is_floating_point() else v for k, v in ZOO[name].inputs(a.batch, a.sequence).items()}
     return model, inputs, ZOO[name].compile
 
@@ -105,14 +102,14 @@ def main() -> int:
                 mine = [r for r in rows if (r["model"], r["half"]) == (name, half)]
                 bad = [r for r in mine if r["error"] or r["stack"]]
                 print(
-                    f"{name:14} {half:9} {len(mine):3} Triton kernels, {calls} launches of them in the code, {libraries} calls of libraries; {len(bad)} refused or spilling",
+                    f"{name:14} {half:9} {len(mine):3} Triton kernels, {calls} launches of them in the code, {libraries} calls of libraries; {len(bad)} refused or with a stack",
                     flush=True,
                 )
                 for r in bad:
                     said = r["error"] or f"{r['stack']} bytes of stack"
                     print(f"    {r['name']}: {said}", flush=True)
     write(a.out, "python -m benchmarks.cuda_code", {"capability": a.capability, "kernels": rows})
-    return int(any(r["error"] or r["stack"] for r in rows))
+    return int(any(r["error"] for r in rows))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,13 @@ class Zoo:
     compile: dict[str, Any] = field(default_factory=dict)
 
 
+def without_dropout(model: nn.Module) -> nn.Module:
+    for m in model.modules():
+        if isinstance(m, nn.Dropout):
+            m.p = 0.0
+    return model
+
+
 def _ids(batch: int, seq: int, vocab: int = 96, seed: int = 1) -> torch.Tensor:
     return torch.randint(4, vocab, (batch, seq), generator=torch.Generator().manual_seed(seed))
 

@@ -28,9 +28,8 @@ def plain_masks(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     with contextlib.ExitStack() as stack:
         if hasattr(masks, _EXPORTING):
             stack.enter_context(mock.patch.object(masks, _EXPORTING, lambda: False))
-        elif hasattr(
-            masks, _TRACING
-        ):  # older ones ask whether anything traces: a mask's values cannot be looked at then, but there may be no mask
+        elif hasattr(masks, _TRACING):
+            # Older ones ask whether anything traces: a mask's values cannot be looked at then, but there may be no mask.
             traces = getattr(masks, _TRACING)
             stack.enter_context(mock.patch.object(masks, _TRACING, lambda mask=None: mask is not None and traces(mask)))
         if hasattr(masks, _PACKED) and _counts_positions(model, args, kwargs):

@@ -15,19 +15,27 @@ class OwnMemory:
     """Of the gradients of one backward. others: tensors that somebody else holds."""
 
     def __init__(self, others: Iterable[torch.Tensor]) -> None:
-        self._taken: dict[int, list[tuple[int, int]]] = {}
+        self._lie: dict[int, list[torch.Tensor]] = {}  # in a storage
         for t in others:
-            self.of(t, copies=False)
+            self._lie.setdefault(t.untyped_storage().data_ptr(), []).append(t)
 
-    def of(self, t: torch.Tensor, copies: bool = True) -> torch.Tensor:
+    def of(self, t: torch.Tensor) -> torch.Tensor:
         """`t`, or a copy where another lies in its place. Parts of one buffer that do not overlap stay where they are."""
-        storage = t.untyped_storage().data_ptr()
-        if t.numel() == 0 or storage == 0:
-            return t
-        start = int(t.storage_offset()) * t.element_size()
-        end = start + (1 + sum((int(n) - 1) * int(s) for n, s in zip(t.shape, t.stride(), strict=True))) * t.element_size()
-        taken = self._taken.setdefault(storage, [])
-        if copies and any(start < b and a < end for a, b in taken):
+        here = self._lie.setdefault(t.untyped_storage().data_ptr(), [])
+        if any(_overlap(t, other) for other in here):
             return t.clone()
-        taken.append((start, end))
+        here.append(t)
         return t
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Of tensors in one storage, by the first and last byte of each."""
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    (a_first, a_end), (b_first, b_end) = _bytes(a), _bytes(b)
+    return a_first < b_end and b_first < a_end
+
+
+def _bytes(t: torch.Tensor) -> tuple[int, int]:
+    last = int(t.storage_offset()) + sum((int(n) - 1) * int(s) for n, s in zip(t.shape, t.stride(), strict=True))
+    return int(t.storage_offset()) * t.element_size(), (last + 1) * t.element_size()

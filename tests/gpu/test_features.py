@@ -13,7 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import autopar
 from autopar.hardware.cluster import Cluster
 from autopar.kernels.random import bits
-from tests.gpu.where import DEVICE, error, gradients, mesh, only_here, whole
+from tests.eager import whole
+from tests.gpu.where import DEVICE, error, gradients, mesh, only_here
 
 pytestmark = only_here
 __all__ = ["mesh"]

@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
-from tests.gpu.where import DEVICE, error, mesh, only_here, whole
+from tests.eager import whole
+from tests.gpu.where import DEVICE, error, mesh, only_here
 
 pytestmark = only_here
 __all__ = ["mesh"]

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tests.eager import whole
+
 DEVICE = os.environ.get("GPU_CHECK_DEVICE", "cuda")
 only_here = pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="no GPU")
 
@@ -27,22 +29,11 @@ def mesh() -> Iterator[DeviceMesh]:
     torch.backends.cudnn.allow_tf32 = before
 
 
-def whole(x: torch.Tensor) -> torch.Tensor:
-    return x.full_tensor() if isinstance(x, dist.tensor.DTensor) else x
-
-
 def here(x: Any) -> Any:
     """`x`, or the tensors in a dict, on the device."""
     if isinstance(x, dict):
         return {k: here(v) for k, v in x.items()}
     return x.to(DEVICE) if isinstance(x, torch.Tensor) else x
-
-
-def without_dropout(model: nn.Module) -> nn.Module:
-    for m in model.modules():
-        if isinstance(m, nn.Dropout):
-            m.p = 0.0
-    return model
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from tests.conftest import ROOT
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", ["llama", "t5-attention", "convnet"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_kernels_compile(name: str) -> None:
     pytest.importorskip("triton")
     done = subprocess.run(
@@ -20,5 +20,4 @@ def test_kernels_compile(name: str) -> None:
     lines = [x for x in done.stdout.splitlines() if x.startswith(name)]
     assert len(lines) == 2, done.stdout + done.stderr
     assert all(int(x.split()[2]) > 3 for x in lines), "kernels were counted"
-    spills = [x for x in done.stdout.splitlines() if x.startswith("    ") and "bytes of stack" not in x]
-    assert not spills, done.stdout
+    assert done.returncode == 0, done.stdout
