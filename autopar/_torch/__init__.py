@@ -49,8 +49,6 @@ from autopar._torch.inductor import (
     keep_strides,
 )
 from autopar._torch.marks import Marks, marks_of
-from autopar._torch.muon import Step as MuonStep
-from autopar._torch.muon import adjusted_lr, orthogonalized, replace_muon_step
 from autopar._torch.nodes import (
     compiled_when_called,
     draws_random,
@@ -64,6 +62,8 @@ from autopar._torch.nodes import (
     results_of,
     without_dead_code,
 )
+from autopar._torch.optimizers import Step as OptimizerStep
+from autopar._torch.optimizers import adjusted_lr, orthogonalized, replace_muon_step, replace_steps_by_elements
 from autopar._torch.parameters import hooks_of, move_parameter, quiet_without_gradient, set_hooks
 from autopar._torch.patched import other_code, replaced_composites
 from autopar._torch.pickles import restricted_reader
@@ -78,8 +78,8 @@ __all__ = [
     "Effect",
     "Kernel",
     "Marks",
-    "MuonStep",
     "Notes",
+    "OptimizerStep",
     "SymbolicValues",
     "Symbols",
     "TorchDispatchMode",
@@ -152,6 +152,7 @@ __all__ = [
     "recorded",
     "region_of",
     "replace_muon_step",
+    "replace_steps_by_elements",
     "replaced_composites",
     "restricted_reader",
     "results_of",

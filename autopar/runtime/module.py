@@ -80,6 +80,7 @@ class ParallelModule(WrappingModule):
         self._config = config
         self._buckets = None if config.buckets is None else Buckets(config.buckets, model)
         self._state = PythonState(model, config.loss_fn)
+        self._found = -1, Tensors({}, {}, {}, [])
         self._checked = -1  # the state whose hooks were looked at
         self._touched: set[bool] = set()  # in training (True), in evaluation (False): outputs besides the loss were asked for
         self._lie_on(builder)
@@ -109,7 +110,7 @@ class ParallelModule(WrappingModule):
         call, step, lengths = self._agreed(args, kwargs)
         if self._stages is not None:
             return self._pack(*self._stages.run(self, call, step), lengths)
-        tensors = Tensors.of(self)
+        tensors = self._tensors()
         with during("forward: local inputs", self._builder.groups.ranks):
             if isinstance(step, PartedCall):
                 run: Run = self._micro.run(self, call, step, tensors)
@@ -160,6 +161,13 @@ class ParallelModule(WrappingModule):
             return run, Apply.apply(run, len(trained), *trained.values(), *extra)
         with torch.no_grad():
             return run, run.forward()
+
+    def _tensors(self) -> Tensors:
+        """Found anew when the state that was looked at last has changed."""
+        looks, found = self._found
+        if looks != self._state.looks or not found.hold():
+            self._found = self._state.looks, (found := Tensors.of(self))
+        return found
 
     def _step_for(self, call: Call, grad: bool, batch: WholeBatch | None = None, whole: Call | None = None) -> Step:
         """batch, whole: that the call is a micro-batch of."""

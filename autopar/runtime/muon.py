@@ -24,7 +24,7 @@ from autopar.distributed.groups import is_ours
 Matrix = tuple[Any, Any, Any]  # parameter, gradient, momentum
 
 
-def dealt(theirs: _torch.MuonStep) -> _torch.MuonStep:
+def dealt(theirs: _torch.OptimizerStep) -> _torch.OptimizerStep:
     """A step like torch's own, which takes the parameters that are on no mesh of ours."""
 
     def step(params: Sequence[Any], grads: Sequence[Any], buffers: Sequence[Any], **how: Any) -> None:

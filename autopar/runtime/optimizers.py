@@ -20,6 +20,7 @@ from autopar import _torch
 from autopar._torch import stepping
 from autopar.cost.optimizers import KINDS, Kind, kind_of, known
 from autopar.errors import OptimizerError
+from autopar.runtime.by_elements import on_parts
 from autopar.runtime.muon import dealt
 from autopar.runtime.staged_calls import StagedCalls
 
@@ -59,6 +60,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 _torch.replace_muon_step(dealt)
+_torch.replace_steps_by_elements(on_parts)
 register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)
 

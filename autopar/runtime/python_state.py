@@ -40,6 +40,7 @@ class PythonState:
     def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
         self.model, self.loss_fn = model, {"loss_fn": loss_fn}
         self.version = 0
+        self.looks = 0  # how often something was found changed, whether it matters or not
         self.content: Content = {}
         self._changed: dict[Path, int] = {}  # in which version last
         self._take()
@@ -51,6 +52,7 @@ class PythonState:
         except (RuntimeError, ValueError, TypeError):  # tensors or arrays that are not the same objects
             same = False
         if not same:
+            self.looks += 1
             changed, complete = self._patch()
             if not complete:
                 before = self.content

@@ -38,18 +38,24 @@ class Caller(Protocol):
 
 @dataclass(frozen=True)
 class Tensors:
-    """A module's parameters and buffers by all their names, found once a call. trained: those that want a gradient, each once."""
+    """A module's parameters and buffers by all their names. trained: those that want a gradient, each once. lie: where modules have them."""
 
     params: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
     trained: dict[str, nn.Parameter]
+    lie: list[tuple[dict[str, Any], str, torch.Tensor]]
 
     @staticmethod
     def of(module: nn.Module) -> Tensors:
         params = dict(module.named_parameters(remove_duplicate=False))
         once = {id(p): n for n, p in reversed(params.items())}  # the first of several names
         trained = {n: p for n, p in params.items() if p.requires_grad and once[id(p)] == n}
-        return Tensors(params, dict(module.named_buffers(remove_duplicate=False)), trained)
+        lie = [(d, name, t) for m in module.modules() for d in (m._parameters, m._buffers) for name, t in d.items() if t is not None]
+        return Tensors(params, dict(module.named_buffers(remove_duplicate=False)), trained, lie)
+
+    def hold(self) -> bool:
+        """Whether they are still the module's, if its submodules are the same, and the names of what they have."""
+        return all(d.get(name) is t for d, name, t in self.lie) and all(p.requires_grad for p in self.trained.values())
 
 
 def padded_local(param: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
