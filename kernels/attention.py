@@ -10,7 +10,8 @@ and, with g the gradient of out and delta = sum_d g out (Dao et al., FlashAttent
 -> (out [B, Hq, Q, D], lse [B, Hq, Q] in float32, float64 for doubles).
 
 - Hq is a multiple of Hkv: query head h reads key/value head h // (Hq / Hkv).
-- is_causal: query i sees keys 0 .. i. q_index [Q], int64: the global index of every query, where a rank has some of them only.
+- is_causal: query i sees keys 0 .. i. q_index [Q], int64: the global index of every query, where a rank has some of them only. Neighbouring queries are computed together, in two
+  kernels whose results are merged: of their own keys, causal, and of all before. So there is no mask of queries x keys, and what causality hides is skipped (without a bias).
 - A row that sees no key gives zeros and passes no gradient, as torch's attention does; its lse is -inf.
 - out, dq, dk and dv lie as torch's kernels make them, heads within queries or keys ([B, Q, H, D] in memory), so that what projects them reads them without a copy;
   operands may lie anyhow, elements of a head together.
@@ -24,7 +25,7 @@ by name.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -202,34 +203,22 @@ def _fused_backward(
     return found
 
 
-# ---- the ops -------------------------------------------------------------------------------------------------------
-
-
-@torch.library.custom_op("autopar::attention_v2", mutates_args=())
-def attention(
+def _forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float, q_index: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     mask, is_causal = _mask(q, k, bias, is_causal, q_index)
     q, k, v = _rows(q), _group(k, q.shape[1]), _group(v, q.shape[1])
     kernel = _kernel(q, k, v, mask, is_causal)
     if kernel == "math":
-        out, lse = _math(q, k, v, mask, is_causal, scale)
-    else:
-        out, lse = _fused(kernel, q, k, v, mask, is_causal, scale)
-    return _laid(out), lse.contiguous()
+        return _math(q, k, v, mask, is_causal, scale)
+    return _fused(kernel, q, k, v, mask, is_causal, scale)
 
 
-@attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float, q_index: Tensor | None) -> tuple[Tensor, Tensor]:
-    return _new(q, *q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=_wide(q.dtype))
-
-
-@torch.library.custom_op("autopar::attention_backward_v3", mutates_args=())
-def attention_backward(
+def _backward_of(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, is_causal: bool, scale: float,
     q_index: Tensor | None, bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv, dbias); dbias is an empty tensor unless `bias_grad`."""
+    """As attention_backward, dk and dv of as many heads as q has."""
     mask, is_causal = _mask(q, k, bias, is_causal, q_index)
     # Some kernels read out as they made it, whatever strides it says it has.
     grad, q, out, lse = _rows(grad), _rows(q), _laid(out), lse.contiguous()
@@ -244,7 +233,105 @@ def attention_backward(
     if bias_grad:
         assert bias is not None
         dbias = ds.sum_to_size(bias.shape).to(bias.dtype).contiguous()
-    return _laid(dq.to(q.dtype)), _ungroup(dk, k), _ungroup(dv, v), dbias
+    return dq, dk, dv, dbias
+
+
+# ---- a part of the queries -----------------------------------------------------------------------------------------
+
+PIECES = 16  # runs of neighbouring queries: of more, kernels are too short to be worth it
+
+
+class _Piece(NamedTuple):
+    """Neighbouring queries, at `rows` of those that are here: they see all keys before `before`, and of `keys` those up to their own, if is_causal."""
+
+    rows: slice
+    before: int
+    keys: slice
+    is_causal: bool
+
+    def parts(self) -> list[tuple[slice, bool]]:
+        """Keys, and whether they are seen up to the query's own."""
+        return [(self.keys, self.is_causal), *([(slice(0, self.before), False)] if self.before else [])]
+
+    def of(self, keys: slice, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What of the operands is of these queries and keys."""
+        return q[:, :, self.rows], k[:, :, keys], v[:, :, keys]
+
+
+def _pieces(q: Tensor, k: Tensor, is_causal: bool, q_index: Tensor | None) -> list[_Piece] | None:
+    """A rank's queries of causal attention, as runs of neighbours: a kernel that knows of causality does each run's own keys, and one without a mask those before. A mask
+    instead has queries x keys elements, and nothing of it is skipped. None where that is not what to do. Reads q_index, which waits for the device.
+
+    Not with a bias: where it hides a row by the lowest finite number, the log-sum-exps of its pieces have lost how many keys each has."""
+    if not is_causal or q_index is None or q.shape[2] == 0:
+        return None
+    index: list[int] = q_index.tolist()
+    starts = [i for i in range(len(index)) if i == 0 or index[i] != index[i - 1] + 1]
+    if len(starts) > PIECES:
+        return None
+    keys, found = k.shape[2], list[_Piece]()
+    for a, b in zip(starts, [*starts[1:], len(index)], strict=True):
+        first, end = index[a], index[a] + b - a
+        inside = max(0, min(end, keys) - first)  # queries that have a key of their own
+        if inside:
+            found.append(_Piece(slice(a, a + inside), first, slice(first, first + inside), True))
+        if a + inside < b:
+            found.append(_Piece(slice(a + inside, b), 0, slice(0, keys), False))
+    return found
+
+
+def merged(out: Tensor, lse: Tensor, other: Tensor, its: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of keys, from that over each (Dao et al., FlashAttention-2, section 2.3.1). out: [B, H, Q, D]; lse: [B, H, Q], -inf where no key is seen."""
+    both = torch.logaddexp(lse, its)
+    base = both.masked_fill(both == -math.inf, 0.0)
+    mine, theirs = (lse - base).exp().unsqueeze(-1), (its - base).exp().unsqueeze(-1)
+    return (out * mine + other * theirs).to(out.dtype), both
+
+
+# ---- the ops -------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("autopar::attention_v2", mutates_args=())
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float, q_index: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    pieces = _pieces(q, k, is_causal, q_index) if bias is None else None
+    if pieces is None:
+        out, lse = _forward(q, k, v, bias, is_causal, scale, q_index)
+        return _laid(out), lse.contiguous()
+    out, lse = _new(q, *q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=_wide(q.dtype))
+    for piece in pieces:
+        found = [_forward(*piece.of(keys, q, k, v), None, causal, scale, None) for keys, causal in piece.parts()]
+        out[:, :, piece.rows], lse[:, :, piece.rows] = merged(*found[0], *found[1]) if len(found) > 1 else found[0]
+    return out, lse
+
+
+@attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float, q_index: Tensor | None) -> tuple[Tensor, Tensor]:
+    return _new(q, *q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=_wide(q.dtype))
+
+
+@torch.library.custom_op("autopar::attention_backward_v3", mutates_args=())
+def attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, is_causal: bool, scale: float,
+    q_index: Tensor | None, bias_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv, dbias); dbias is an empty tensor unless `bias_grad`."""
+    pieces = _pieces(q, k, is_causal, q_index) if bias is None else None
+    if pieces is None:
+        dq, dk, dv, dbias = _backward_of(grad, q, k, v, out, lse, bias, is_causal, scale, q_index, bias_grad)
+        return _laid(dq.to(q.dtype)), _ungroup(dk, k), _ungroup(dv, v), dbias
+    wide = _wide(q.dtype) if len(pieces) > 1 else q.dtype  # keys that several pieces see get a sum
+    dq, dk, dv = _new(q, *q.shape), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    for piece in pieces:
+        rows = piece.rows
+        for i, (keys, causal) in enumerate(piece.parts()):
+            some = piece.of(keys, q, k, v)
+            found = _backward_of(grad[:, :, rows], *some, out[:, :, rows], lse[:, :, rows], None, causal, scale, None, False)
+            dq[:, :, rows] = found[0] if i == 0 else dq[:, :, rows] + found[0]
+            dk[:, :, keys] += _ungroup(found[1], some[1])
+            dv[:, :, keys] += _ungroup(found[2], some[2])
+    return dq, _laid(dk.to(k.dtype)), _laid(dv.to(v.dtype)), grad.new_empty((0,))
 
 
 @attention_backward.register_fake

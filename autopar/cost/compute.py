@@ -39,7 +39,10 @@ def flops(op: Op, rule: Rule, strategy: Strategy, mesh: Mesh) -> float:
     if rule.kind not in HEAVY or rule.is_fallback:
         return 0.0
     n = local_sizes(rule, strategy, mesh)
-    total = {"matmul": _matmul, "attention": _attention, "conv": _conv, "moe": _moe}[rule.kind](op, rule, n)
+    if rule.kind == "attention":
+        total = _attention(op, n) * _seen(op, rule, strategy, mesh)
+    else:
+        total = {"matmul": _matmul, "conv": _conv, "moe": _moe}[rule.kind](op, rule, n)
     return total * (4 if compute_dtype(op).startswith("complex") else 1)
 
 
@@ -56,15 +59,15 @@ def _matmul(op: Op, rule: Rule, n: Mapping[str, int]) -> float:
     return each * loss_head.products(op) if loss_head.is_loss_head(op) else each
 
 
-def _attention(op: Op, rule: Rule, n: Mapping[str, int]) -> float:
+def _attention(op: Op, n: Mapping[str, int]) -> float:
     pairs = float(n["b"] * n["g"] * n["r"] * n["q"] * n["s"])
-    each = 2.0 * pairs * (n["e"] + n["d"]) * _seen(op, rule, n)
+    each = 2.0 * pairs * (n["e"] + n["d"])
     return each * (ATTENTION_BACKWARD if is_backward(op) else 1)
 
 
 def attention_kind(op: Op, rule: Rule, strategy: Strategy, mesh: Mesh) -> str:
-    """One of ATTENTION: causal is what the kernel is told of, and skips."""
-    causal = _seen(op, rule, local_sizes(rule, strategy, mesh)) < 1
+    """One of ATTENTION: causal is what the kernel is told of, and skips. Most of what a part of the queries sees has no mask at all."""
+    causal = not any(x == "q" for x, _ in strategy.values()) and _seen(op, rule, strategy, mesh) < 1
     return f"{'causal_' if causal else ''}attention{'_backward' if is_backward(op) else ''}"
 
 
@@ -74,23 +77,26 @@ def is_backward(op: Op) -> bool:
 
 def seen(op: Op, rule: Rule) -> float:
     """The share of (query, key) pairs that attention computes on one device that has all of them."""
-    return _seen(op, rule, {x: f.size for x, f in rule.factors.items()})
+    return _seen(op, rule, {}, Mesh(()))
 
 
-def _seen(op: Op, rule: Rule, n: Mapping[str, int]) -> float:
-    """The share of (query, key) pairs that is computed.
+def _seen(op: Op, rule: Rule, strategy: Strategy, mesh: Mesh) -> float:
+    """The share of a rank's (query, key) pairs that is computed, on the rank with the most: that of the last queries, if they are split.
 
-    The kernels skip what causality hides, half of a square, only where they are told of it: with a bias, or with queries that are
-    a rank's part of all, it comes as a mask, and all pairs are computed.
+    The kernels skip what causality hides, half of a square, only where they are told of it: with a bias it comes as a mask, and all pairs are computed. Query i sees i + 1 keys
+    of s, and half of its own is counted. An axis of n ranks whose digit has stride t puts the last of them (n - 1) t / 2 behind the middle.
     """
     backward = is_backward(op)
     bias, causal, index = (op.arg(i) for i in ((6, 7, 9) if backward else (3, 4, 6)))
-    if not causal or bias is not None or index is not None or n["q"] != rule.factors["q"].size:
+    q, s = rule.factors["q"].size, rule.factors["s"].size
+    if not causal or bias is not None or index is not None:
         return 1.0
-    q, s = n["q"], n["s"]
     if not q or not s:
         return 0.0
-    return q / (2 * s) if q <= s else 1 - s / (2 * q)
+    behind = sum((mesh.axis_size(a) - 1) * stride / 2 for a, (x, stride) in strategy.items() if x == "q")
+    if behind or q <= s:
+        return min(1.0, (q / 2 + behind) / s)
+    return 1 - s / (2 * q)
 
 
 def _conv(op: Op, rule: Rule, n: Mapping[str, int]) -> float:

@@ -170,8 +170,10 @@ def test_split_attention() -> None:
     mesh = Mesh.of({"t": 2})
     whole = price(attention(True))
     assert price(attention(True), {"t": ("g", 2)}, mesh).flops == whole.flops / 2
-    # A part of the queries comes with a mask instead of causality: half the queries, all the keys.
-    assert price(attention(True), {"t": ("q", 64)}, mesh).flops == whole.flops
+    # The second half of the queries sees three quarters of all keys; of queries dealt out in turn every rank's see half, but for one's own key; with a bias nothing is skipped.
+    assert price(attention(True), {"t": ("q", 64)}, mesh).flops == whole.flops * 3 / 4
+    assert price(attention(True), {"t": ("q", 1)}, mesh).flops == whole.flops / 2 * (64.5 / 64)
+    assert price(attention(True, bias=True), {"t": ("q", 64)}, mesh).flops == whole.flops
     assert price(attention(False), {"t": ("q", 64)}, mesh).flops == whole.flops
 
 
