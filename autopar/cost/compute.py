@@ -75,6 +75,12 @@ def is_backward(op: Op) -> bool:
     return "_backward" in op.target
 
 
+def is_causal(op: Op) -> bool:
+    """Whether attention knows of causality otherwise than by a mask."""
+    bias, causal, index = (op.arg(i) for i in ((6, 7, 9) if is_backward(op) else (3, 4, 6)))
+    return bool(causal) and bias is None and index is None
+
+
 def seen(op: Op, rule: Rule) -> float:
     """The share of (query, key) pairs that attention computes on one device that has all of them."""
     return _seen(op, rule, {}, Mesh(()))
@@ -86,10 +92,8 @@ def _seen(op: Op, rule: Rule, strategy: Strategy, mesh: Mesh) -> float:
     The kernels skip what causality hides, half of a square, only where they are told of it: with a bias it comes as a mask, and all pairs are computed. Query i sees i + 1 keys
     of s, and half of its own is counted. An axis of n ranks whose digit has stride t puts the last of them (n - 1) t / 2 behind the middle.
     """
-    backward = is_backward(op)
-    bias, causal, index = (op.arg(i) for i in ((6, 7, 9) if backward else (3, 4, 6)))
     q, s = rule.factors["q"].size, rule.factors["s"].size
-    if not causal or bias is not None or index is not None:
+    if not is_causal(op):
         return 1.0
     if not q or not s:
         return 0.0

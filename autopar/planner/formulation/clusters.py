@@ -20,6 +20,7 @@ from typing import Any
 from autopar.graph.graph import Graph, Op, Tensor
 from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
+from autopar.planner.formulation.causal_balance import balancing_cuts
 from autopar.planner.formulation.composite_dims import letter_cuts
 from autopar.planner.formulation.matching_loops import Loops
 from autopar.planner.formulation.strategies import OpStrategy, strategies
@@ -73,7 +74,7 @@ def narrowed(c: Clusters, only: Sequence[Sequence[int]]) -> Clusters:
 class _Builder:
     def __init__(self, graph: Graph, rules: Mapping[str, Rule], mesh: Mesh) -> None:
         self.graph, self.rules, self.mesh = graph, rules, mesh
-        self.cuts = letter_cuts(graph, rules)
+        self.cuts = letter_cuts(graph, rules, balancing_cuts(graph, rules, mesh))
         self.maker = {t.name: (op, i) for op in graph.ops for i, t in enumerate(op.outputs) if t is not None}
         self.readers: dict[str, list[Op]] = {}
         for op in graph.ops:

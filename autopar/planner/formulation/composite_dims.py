@@ -7,6 +7,7 @@ keeps a letter, to a fixpoint, so that a product's `m` knows it is (b s) and its
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from autopar.graph.graph import Graph
 from autopar.rules.grammar import Rule
@@ -15,10 +16,12 @@ from autopar.rules.strategy import right_of
 SWEEPS = 6  # each sweep goes through the graph forwards or backwards; three reach the fixpoint on every model seen
 
 
-def letter_cuts(graph: Graph, rules: Mapping[str, Rule]) -> dict[tuple[str, str], tuple[int, ...]]:
-    """(op, letter) -> strides at which the letter may be cut, ascending, 1 and its size included."""
+def letter_cuts(
+    graph: Graph, rules: Mapping[str, Rule], also: Mapping[tuple[str, str], int] = MappingProxyType({})
+) -> dict[tuple[str, str], tuple[int, ...]]:
+    """(op, letter) -> strides at which the letter may be cut, ascending, 1 and its size included. also: a cut that is not from a view."""
     dims: dict[tuple[str, int], set[int]] = {}
-    letters: dict[tuple[str, str], set[int]] = {}
+    letters = {(op, x): {1, cut, rules[op].factors[x].size} for (op, x), cut in also.items()}
     for sweep in range(SWEEPS):
         changed = False
         for op in graph.ops if sweep % 2 == 0 else reversed(graph.ops):
