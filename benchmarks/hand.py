@@ -6,7 +6,8 @@
 Hand layouts are those of the usual guides, with every micro-batch and every kind of recomputation that fits: DDP; ZeRO-1 and -2; FSDP over all devices and
 within nodes (HSDP); Megatron's tensor parallelism in a node with ZeRO-1; that with pipelines of 2, 4 and 8 stages, with and without virtual ones; context parallelism in a node. None is given
 to the search. Both are priced for the same runtime; a plan's is ours. `ratio`: the step time of the best by hand, by the one found. A plan is worse if it
-takes longer by more than its own gap, or by more than a hundredth, however little time it had.
+takes longer by more than its own gap, or by more than a hundredth, however little time it had. `saved_s`: seconds less than by hand, of exposed communication and of the rest;
+`freedoms`: what a plan does that no single layout says.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from benchmarks.record import write
 
 SAME = 1e-3  # relative: what is faster by less wins nothing
 MOST = 0.01  # relative: by which a plan may be slower, if its gap says as much
+ROUNDING = 1e-4  # relative: two ways to add up the same prices
 MICRO_BATCHES = (1, 2, 4)
 RECOMPUTE = ("none", "balanced", "full")
 
@@ -104,7 +106,8 @@ def case(model: str, where: str, sequences: int, tokens: int, a: argparse.Namesp
             continue
         fits += 1
         if run["by hand"] is None or told.step_time_s < run["by hand"]["step_time_s"]:
-            run["by hand"] = {"layout": name, "step_time_s": told.step_time_s, "peak_bytes": told.peak_bytes, "parts_s": dict(told.parts_s)}
+            run["by hand"] = {"layout": name, "step_time_s": told.step_time_s, "peak_bytes": told.peak_bytes, "parts_s": dict(told.parts_s),
+                              "exposed_s": told.exposed_s, "micro_batches": told.micro_batches}  # fmt: skip
     return {**run, "tried": tried, "fit": fits, **verdict(run["by hand"], mine)}
 
 
@@ -132,8 +135,23 @@ def planned(model: Any, inputs: Any, cluster: Any, seconds: float) -> dict[str, 
     return {
         "layout": f"{plan.micro_batches} micro-batches, {len(plan.recompute)} operators run again, stored {storage}", "step_time_s": told["step_time_s"],
         "peak_bytes": told["peak_memory_bytes"], "gap": (plan.solver or {}).get("gap", 0.0), "micro_batches": plan.micro_batches,
-        "parts_s": {k: told[k] for k in ("forward_s", "backward_s", "optimizer_s", "exposed_s") if k in told},
+        "parts_s": {k: told[k] for k in ("forward_s", "backward_s", "optimizer_s", "exposed_s") if k in told}, "freedoms": freedoms(plan),
     }  # fmt: skip
+
+
+def freedoms(plan: Any) -> list[str]:
+    """What is not the same for all parameters, all products or all activations."""
+    heavy = ("matmul", "attention", "conv", "moe")
+    large = [c for c in plan.params.values() if c.trainable and len(c.shape) > 1]
+    split = {tuple(sorted((a, x) for a, (x, _) in o.strategy.items())) for o in plan.ops.values() if o.kind in heavy}
+    alike = {tuple(sorted((a, x in "bm") for a, x in axes)) for axes in split}  # of an axis: samples or tokens, or something else
+    found = {
+        "stored in several ways": len({c.storage.share(plan.mesh) for c in large}) > 1,
+        "gathered once or twice": len({c.keeps_gathered for c in large if c.storage != c.compute}) > 1,
+        "products split in several ways": len(alike) > 1,
+        "some operators run again": bool(plan.recompute),
+    }
+    return [name for name, is_used in found.items() if is_used]
 
 
 def verdict(hand: dict[str, Any] | None, mine: dict[str, Any] | None) -> dict[str, Any]:
@@ -141,7 +159,20 @@ def verdict(hand: dict[str, Any] | None, mine: dict[str, Any] | None) -> dict[st
     if hand is None or mine is None:
         return {"ratio": None, "wins": mine is not None, "worse": hand is not None}
     ratio = hand["step_time_s"] / mine["step_time_s"]
-    return {"ratio": ratio, "wins": ratio > 1 + SAME, "worse": ratio < 1 - max(1e-9, min(MOST, mine.get("gap", 0.0)))}
+    told = {"ratio": ratio, "wins": ratio > 1 + SAME, "worse": ratio < 1 - max(ROUNDING, min(MOST, mine.get("gap", 0.0)))}
+    if "freedoms" in mine:
+        exposed = hand["exposed_s"] - mine["parts_s"].get("exposed_s", 0.0)
+        told["saved_s"] = {"exposed communication": exposed, "the rest": hand["step_time_s"] - mine["step_time_s"] - exposed}
+        mine["freedoms"] += ["another number of micro-batches"] if mine["micro_batches"] != hand["micro_batches"] else []
+    return told
+
+
+def by_freedom(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Of the plans that win: how many use a freedom, and the mean of their ratios."""
+    won = [r for r in runs if r["wins"] and r["ratio"] and "plan" in r]
+    names = sorted({f for r in won for f in r["plan"]["freedoms"]})
+    ratios = {n: [r["ratio"] for r in won if n in r["plan"]["freedoms"]] for n in names}
+    return {n: {"cases": len(x), "mean ratio": sum(x) / len(x)} for n, x in ratios.items()}
 
 
 def said(run: dict[str, Any]) -> str:
@@ -166,10 +197,15 @@ def main() -> None:
         for length in dict.fromkeys(positions(model, t) for t in tokens):
             runs.append(case(model, where, n, length, a))
             print(said(runs[-1]), flush=True)
+            write(
+                a.out, "python -m benchmarks.hand", {"summary": {"cases": len(runs)}, "runs": runs}
+            )  # so that what was cut short is not lost
     both = [r for r in runs if r["ratio"] is not None]
     ratios = [r["ratio"] for r in both]
     summary = {"cases": len(runs), "wins": sum(r["wins"] for r in runs), "worse": sum(r["worse"] for r in runs),
                "least ratio": min(ratios, default=None), "largest ratio": max(ratios, default=None)}  # fmt: skip
+    if a.plan:
+        summary["by freedom"] = by_freedom(runs)
     print(summary)
     write(a.out, "python -m benchmarks.hand", {"summary": summary, "runs": runs})
 

@@ -7,7 +7,7 @@ A pass is `graph -> graph` with a statement of what it requires of the graph and
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,6 +23,7 @@ from autopar.passes.lay_out import lay_out
 from autopar.passes.overlap import computes, inputs_of
 from autopar.passes.partition import Parts
 from autopar.passes.prefetch import prefetch
+from autopar.passes.row_statistics import row_statistics
 from autopar.passes.shard import Sharded
 from autopar.passes.specification import check, check_values
 
@@ -66,6 +67,14 @@ def run_passes(
         _verify(gm, sharded.fake_mode, prefix, p.name, have)
         see(p.name, gm)
     return Sharded(gm, sharded.inputs, sharded.outputs, sharded.collectives, sharded.fake_mode)
+
+
+def for_kernels(sharded: Sharded, prefix: str, recompute: Set[str]) -> Sharded:
+    """`sharded`, of the whole program or of a stage, with what is only worth it where kernels are made of neighbours. recompute: operators that backward makes again. Not
+    bitwise."""
+    row_statistics(sharded.gm, sharded.fake_mode, recompute)
+    _verify(sharded.gm, sharded.fake_mode, prefix, "row statistics", {"local", "joint"})
+    return sharded
 
 
 def _verify(gm: fx.GraphModule, fake_mode: object, prefix: str, after: str, have: set[str]) -> None:

@@ -36,10 +36,9 @@ from autopar.cost import Cost
 from autopar.distributed.groups import Groups
 from autopar.graph.graph import Graph
 from autopar.graph.varying import Varying
-from autopar.passes.manager import joint_passes, overlap, run_passes
+from autopar.passes.manager import for_kernels, joint_passes, overlap, run_passes
 from autopar.passes.offload import offload
 from autopar.passes.partition import Parts, partition
-from autopar.passes.row_statistics import row_statistics
 from autopar.passes.shard import Sharded, shard
 from autopar.passes.sharding.emit import Options
 from autopar.passes.sharding.groups import group_names
@@ -141,7 +140,7 @@ def halves(sharded: Sharded, graph: Graph, plan: Decisions, groups: Groups, sett
     with timed("partition, offload, overlap"):
         pinned = frozenset(op.name for op in graph.ops if op.binding)
         if fuses:
-            row_statistics(sharded.gm, sharded.fake_mode, plan.recompute)
+            sharded = for_kernels(sharded, groups.prefix, plan.recompute)
         parts = partition(
             sharded,
             reshard_after_forward=plan.reshard_after_forward,
