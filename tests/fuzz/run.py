@@ -81,10 +81,41 @@ def _stepped(model: nn.Module, out: Any, tensors: list[torch.Tensor]) -> Result:
     def held(t: torch.Tensor | None) -> torch.Tensor | None:
         return None if t is None else _whole(t).detach().clone()
 
-    return Result(
+    result = Result(
         plain, str(spec), {n: held(p.grad) for n, p in model.named_parameters()}, [held(t.grad) if t.is_leaf else None for t in tensors],
         {n: _whole(b).detach().clone() for n, b in model.named_buffers()}, [t.detach().clone() for t in tensors], requires,
     )  # fmt: skip
+    _changed_one_by_one(model, tensors)
+    return result
+
+
+def _changed_one_by_one(model: nn.Module, tensors: list[torch.Tensor]) -> None:
+    """Clipping, scaling and a second backward change gradients in place: none may lie where another does, nor where a parameter, a buffer or an input is."""
+    owners = {f"parameter {n}": p for n, p in model.named_parameters()} | {f"input {i}": t for i, t in enumerate(tensors) if t.is_leaf}
+    # Of a tensor that is expanded, eager's gradient may be, too.
+    owners = {n: t for n, t in owners.items() if t.grad is not None and _is_dense(t)}
+    others = {f"the value of {n}": t for n, t in (*owners.items(), *model.named_buffers())}
+    once = {id(t): (n, t.grad) for n, t in reversed(owners.items())}
+    want = {n: _whole(g).detach().clone() + 1 for n, g in once.values() if g is not None}
+    before = {n: _whole(t).detach().clone() for n, t in others.items()}
+    with torch.no_grad():
+        for _, g in once.values():
+            assert g is not None
+            g.add_(1)
+    for now, then in (({n: g for n, g in once.values()}, want), (others, before)):
+        for n, t in now.items():
+            assert t is not None and torch.equal(_whole(t.detach()).nan_to_num(), then[n].nan_to_num()), (
+                f"the gradient of {n} changed with another's"
+            )
+
+
+def _is_dense(t: torch.Tensor) -> bool:
+    at = 1
+    for size, stride in sorted(zip(t.shape, t.stride(), strict=True), key=lambda x: x[1]):
+        if size != 1 and stride != at:
+            return False
+        at *= size
+    return True
 
 
 def _claims(t: torch.Tensor) -> bool:

@@ -22,10 +22,22 @@ class Added(nn.Module):
         return (self.c(torch.relu(self.a(x) + self.b(y))) ** 2).mean()
 
 
+class Summed(nn.Module):
+    """The gradients of sums are expanded: many elements in one place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.b = nn.Parameter(torch.randn(3, 8, 8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x @ self.w.sum(0)).mean() + (y.mean() * self.b).sum()
+
+
+@pytest.mark.parametrize("of", [Added, Summed])
 @pytest.mark.parametrize("how", [{}, {"backend": "inductor"}, {"layout": "ddp"}, {"micro_batches": 2, "outputs": "loss"}], ids=str)
-def test_accumulated_and_clipped(one_process: None, how: dict[str, Any]) -> None:
+def test_accumulated_and_clipped(one_process: None, how: dict[str, Any], of: type[nn.Module]) -> None:
     """Two backwards into the same gradients, then a clip."""
-    one = seeded(Added)
+    one = seeded(of)
     model = compiled(copy.deepcopy(one), **how)
     g = torch.Generator().manual_seed(1)
     for _ in range(2):
@@ -55,6 +67,21 @@ def test_a_gradient_that_was_given(one_process: None) -> None:
         whole(model(torch.ones(3))).backward(given)
     assert given.tolist() == [1.0] * 3
     assert whole(model.shift.grad).tolist() == [2.0] * 3
+
+
+def test_elements_that_share_a_place() -> None:
+    own = OwnMemory([])
+    row = torch.arange(6.0)
+    for t in (row.expand(4, 6), row.expand(4, 6).transpose(0, 1), row.as_strided((3, 3), (1, 1)), row[:1].expand(5)):
+        found = own.of(t)
+        assert found.untyped_storage().data_ptr() != row.untyped_storage().data_ptr() and torch.equal(found, t)
+    for t in (
+        row.view(2, 3).transpose(0, 1),
+        torch.ones(4, 6)[:, :5],
+        torch.ones(4, 1).expand(4, 1),
+        torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    ):
+        assert own.of(t) is t
 
 
 def test_parts_of_one_buffer_stay() -> None:
