@@ -50,7 +50,8 @@ def test_replicas(phase: str) -> None:
     assert all(d.held_bytes == 0 for d in out.done.values())
 
 
-@pytest.mark.parametrize("phase", cases(PHASES, ("forward",)))
+@wide
+@pytest.mark.parametrize("phase", PHASES)
 def test_copies_every_third_step(phase: str) -> None:
     """The steps since then are done again, with batches that were kept; lost once where there is a copy of the version, once where there is none."""
     for step in (3, 5) if phase not in ("commit", "copy") else (3,):  # which there is none of at 5

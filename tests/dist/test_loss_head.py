@@ -22,7 +22,7 @@ from tests.dist.launch import run
 from tests.dist.test_planned import _cluster
 from tests.heads import HEADS
 from tests.models import ZOO
-from tests.wide import cases
+from tests.wide import cases, wide
 
 BATCH, SEQ, SEED = 8, 16, 3
 
@@ -137,7 +137,8 @@ def of_any_length(name: str) -> bool:
     return is_chunked(module.plan)
 
 
-@pytest.mark.parametrize("name", cases(("toy-dropout", "llama"), ("toy-dropout",)))
+@wide
+@pytest.mark.parametrize("name", ("toy-dropout", "llama"))
 def test_lengths_that_vary(name: str) -> None:
     assert run(of_any_length, 2, name) == [True] * 2
 

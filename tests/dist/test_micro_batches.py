@@ -159,7 +159,8 @@ def _loops(name: str) -> None:
         assert torch.allclose(compiled(**batch).logits, reference(**batch).logits, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", cases(("toy", "llama"), ("toy",)))
+@wide
+@pytest.mark.parametrize("name", ("toy", "llama"))
 def test_loops(name: str) -> None:
     run(_loops, 2, name)
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from autopar import rules
 from autopar.graph.mesh import Mesh
 from tests.spmd.ops import aten_calls, call, check_call
+from tests.wide import cases
 
 OURS = frozenset(
     t for t, fn in ((t, rules._RULES[t]) for t in rules.targets())
@@ -66,7 +67,7 @@ def _is_checkable(c: Any) -> bool:
     return all(t.layout == torch.strided and not t.is_conj() and not t.is_neg() for t in tensors)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cases(NAMES, NAMES[::2]))
 def test_samples(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

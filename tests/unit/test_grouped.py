@@ -22,7 +22,7 @@ from autopar.solver.fold import fold, grouped, handed_on_bytes
 from autopar.solver.solve import Solution
 from benchmarks.baselines.measure import lowered, tensors
 from benchmarks.baselines.program import Program, capture_program
-from tests.wide import cases
+from tests.wide import cases, wide
 
 LAYERS = 4
 LIMITS = Limits(gap=0.01, seconds=60.0)
@@ -83,7 +83,8 @@ def test_layers_are_grouped_where_nothing_else_fits(name: str) -> None:
     assert f"layer 1 of {plan.together}: " in text and f"layer {plan.together} of {plan.together}: " in text
 
 
-@pytest.mark.parametrize("name", cases(["llama", "gpt2"], ["llama"]))
+@wide
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_the_least_memory_is_that_of_groups(name: str) -> None:
     p = captured(name)
     least = planned(p, p.cluster.device.memory_bytes, least=True).plan

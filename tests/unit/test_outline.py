@@ -21,7 +21,7 @@ from autopar.passes.repeats import find_repeats
 from autopar.runtime.lower import lower
 from tests.models import ZOO
 from tests.spmd.simulate import fake_world, prepare, simulated
-from tests.wide import cases
+from tests.wide import cases, wide
 
 c10d = torch.ops._c10d_functional
 
@@ -234,7 +234,8 @@ def test_models(name: str, depth: int, stacks: int, monkeypatch: pytest.MonkeyPa
         saved = list(want[len(s.parts.forward_outputs) :])
 
 
-@pytest.mark.parametrize(("name", "layout"), cases([("llama", "fsdp"), ("gpt2", "fsdp+tp")], [("llama", "fsdp")]))
+@wide
+@pytest.mark.parametrize(("name", "layout"), [("llama", "fsdp"), ("gpt2", "fsdp+tp")])
 def test_overlapped_models(name: str, layout: str) -> None:
     """Collectives a layer ahead and behind cost no folding, and stand between the bodies with both halves."""
     p = prepare(ZOO[name].build(5).train(), ZOO[name].inputs(4, 8))
