@@ -3,7 +3,7 @@
 The cluster's nodes x devices first. An axis of it has one role in a good plan, and a part of a node may have one of its own (tensor parallelism over two devices of eight, data
 over the rest); so the same devices are tried as (nodes x devices / k) x k too, for every k that divides a node's devices, largest first. Each is a program of its own. They are
 left out where they could save little: what communication adds to the plan that was found is all that another split of the devices might take away, unless memory makes it run
-something again or keep it elsewhere. Where the number of micro-batches is to be found as well, meshes are compared with the whole batch at once, and other numbers tried on the best.
+something again or keep it elsewhere: where it is not nearly used up, what runs again does so because that is as fast. Where the number of micro-batches is to be found as well, meshes are compared with the whole batch at once, and other numbers tried on the best.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from autopar.planner.micro_batches import AUTO
 from autopar.text.times import format_time
 
 WORTH = 0.01  # of a step, that communication adds, from which other meshes are tried
+FULL = 0.8  # of the budget, from which memory may be why something runs again
+SAME = 1e-5  # relative: a plan that is faster by less is no other plan, and the first mesh's gap is its own
 TRIED = "meshes"  # of a plan's solver: what was tried
 
 
@@ -34,7 +36,8 @@ def others(cluster: Cluster) -> Iterator[dict[str, int]]:
 def may_be_better(plan: Plan) -> bool:
     """Whether another split of the devices could save what is worth it."""
     told = plan.predicted
-    return bool(plan.recompute or plan.offload) or told.get("exposed_s", math.inf) > WORTH * told["step_time_s"]
+    is_full = told.get("peak_memory_bytes", math.inf) > FULL * told.get("budget_bytes", 0.0)
+    return (is_full and bool(plan.recompute or plan.offload)) or told.get("exposed_s", math.inf) > WORTH * told["step_time_s"]
 
 
 def best_of(
@@ -68,7 +71,7 @@ def best_of(
             tried[said(other)] = "no plan was found"
             continue
         tried[said(other)] = format_time(plan.predicted["step_time_s"])
-        if plan.predicted["step_time_s"] < best.predicted["step_time_s"]:
+        if plan.predicted["step_time_s"] < (1 - SAME) * best.predicted["step_time_s"]:
             best, axes = plan, other
     if tries != number:
         best = planned(axes, number)

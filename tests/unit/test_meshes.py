@@ -70,7 +70,11 @@ def test_the_best_mesh_is_planned_with_any_number_of_micro_batches() -> None:
 def test_no_other_where_none_may_be_better() -> None:
     planner = Planner({("dp=8", 2): plan_of(FIRST, 10.0, 0.05)})
     assert TRIED not in best_of(FIRST, (FOUR, TWO), planner, 2, lambda: False).solver
-    assert may_be_better(replace(plan_of(FIRST, 10.0, 0.0), recompute=frozenset({"mm"})))
+    again = replace(plan_of(FIRST, 10.0, 0.0), recompute=frozenset({"mm"}))
+    assert may_be_better(again)
+    for used, is_worth_it in ((0.5, False), (0.99, True)):
+        memory = {"peak_memory_bytes": used * 8e10, "budget_bytes": 8e10}
+        assert may_be_better(replace(again, predicted={**again.predicted, **memory})) == is_worth_it
     assert may_be_better(plan_of(FIRST, 10.0, 0.2)) and not may_be_better(plan_of(FIRST, 10.0, 0.0))
 
 
