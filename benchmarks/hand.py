@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -39,6 +40,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0, help="for a plan")
     parser.add_argument("--runtime", default="", help="of autopar.predict; megatron-overlap, or autopar with --plan")
     parser.add_argument("--cache", type=Path, help="what was solved, kept for the next time")
+    parser.add_argument("--parts", nargs="*", type=Path, default=[], help="results of other models, made beside this one, that go before it")
     parser.add_argument("--out", type=Path, help="where to write the result (JSON)")
     a = parser.parse_args()
     if a.plan and a.runtime not in ("", "autopar"):
@@ -191,9 +193,9 @@ def main() -> None:
     from benchmarks.layouts import positions
 
     a = parse()
-    runs = []
+    runs = [run for part in a.parts for run in json.loads(part.read_text())["runs"]]
     sequences, tokens = ([int(x) for x in text.split(",")] for text in (a.sequences, a.tokens))
-    for model, where, n in itertools.product(a.models.split(","), a.clusters.split(","), sequences):
+    for model, where, n in itertools.product(filter(None, a.models.split(",")), a.clusters.split(","), sequences):
         for length in dict.fromkeys(positions(model, t) for t in tokens):
             runs.append(case(model, where, n, length, a))
             print(said(runs[-1]), flush=True)

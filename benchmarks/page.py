@@ -11,16 +11,16 @@ import argparse
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+from benchmarks.page_parts import Result, case, listed, origin, share, size, table
+from benchmarks.page_plans import by_hand, context, layouts, planning
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
 FIGURES = ROOT / "docs" / "figures"
-
-Result = dict[str, Any]
 
 # What people call the files of published rows.
 SOURCES = {
@@ -258,25 +258,6 @@ Predicted, for one A100 with SSDs of {r["write_GBps"]} GB/s to write and {r["rea
 {origin(results, "nvme")}"""
 
 
-def planning(results: dict[str, Result]) -> str:
-    rows = []
-    for x in results["planning"]["rows"]:
-        gap = f"{x['gap']:.2%}" if "gap" in x else f"{x['points']} plans"
-        rows.append([case(x["case"]), f"{x['command_s'] - x['imports_s']:.1f} s", f"{x['imports_s']:.1f} s", f"{x['peak_GB']:.2f} GB", gap])
-    return f"""## Planning time
-
-The command `autopar plan`, from the start of the process to the plan on disk, on two CPU cores. Imports (torch, transformers) are apart: they are the same for every plan. Sequences of
-{results["planning"]["seq"]:,} tokens. The last column says how far from the optimum the plan may be at most, or how many plans of a frontier were made.
-
-{table(["model, cluster, mesh, batch", "planning", "imports", "memory", "gap"], rows)}
-
-Depth and the number of devices hardly matter, since equal layers are planned once. The mesh does: two axes are solved whole, more are merged first.
-
-![Planning time by layers, devices and mesh axes](figures/planning.svg)
-
-{origin(results, "planning", "planning_growth")}"""
-
-
 def restructured(results: dict[str, Result]) -> str:
     r = results["before_after"]
     rows = [
@@ -314,33 +295,6 @@ are dispatched by DTensor one by one (on a CPU; elsewhere in lists), the rest in
 {table(["batch", "fastest", "over torch.compile", "over eager", "copies that change a layout"], rows)}
 
 {origin(results, *names)}"""
-
-
-def layouts(results: dict[str, Result]) -> str:
-    r, h = results["layouts"], results["hand"]
-    rows = []
-    for x in r["runs"]:
-        ours = f"{x['plan']['step_time_s'] * 1e3:,.1f} ms" if "step_time_s" in x["plan"] else "nothing fits"
-        rows.append([x["model"], x["mesh"], str(x["batch"]), ours, x["best"] or "none possible", f"{x['ratio']:.2f}" if x["ratio"] else ""])
-    hands = []
-    for x in h["runs"]:
-        won = f"{x['ratio']:.2f}" if x["ratio"] else "no layout fits"
-        ours = f"{x['search']['step_time_s']:.3f} s" if x["search"] else ""
-        hands.append(
-            [x["model"], x["cluster"], str(x["batch"]), x["search"]["layout"] if x["search"] else "", ours, won, f"{x['search_s']:.0f} s"]
-        )
-    return f"""## Against layouts made by hand
-
-Predicted, by one price for both. First the plan against the best plan that is `ddp`, `fsdp`, `tp` or `fsdp+tp`, on H100; no layout is given to the solver as a hint.
-The last column is the time of the best layout over the plan's: above one, the plan is faster. It is worse in {r["summary"]["plan_worse"]} of {r["summary"]["cases"]} cases.
-
-{table(["model", "mesh", "batch", "plan's step", "best layout", "layout / plan"], rows)}
-
-Then `autopar search` against layouts as the usual guides write them, with every micro-batch and recomputation. It is worse in {h["summary"]["worse"]} of {h["summary"]["cases"]} cases.
-
-{table(["model", "cluster", "batch", "found", "its step", "hand / found", "search took"], hands)}
-
-{origin(results, "layouts", "hand")}"""
 
 
 def building(results: dict[str, Result]) -> str:
@@ -519,48 +473,8 @@ ratios say something. gloo was later than the link by {share(r["late_s"] / r["bu
 
 
 SECTIONS: tuple[Callable[[dict[str, Result]], str], ...] = (
-    one_gpu, one_curve, published, steps, equal_memory, equal_memory_measured, offloaded, planning, restructured, layouts, building, overlap, lengths, second_start, experts, loss_head, elastic, image_steps,
+    one_gpu, one_curve, published, steps, equal_memory, equal_memory_measured, offloaded, planning, restructured, layouts, by_hand, context, building, overlap, lengths, second_start, experts, loss_head, elastic, image_steps,
 )  # fmt: skip
-
-
-# ---- parts -------------------------------------------------------------------------------------------------------
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def origin(results: dict[str, Result], *names: str) -> str:
-    """Where numbers are from, and the commands that make them again."""
-    lines = ["Measured again by:", "", *(f"    {results[n]['command']}" for n in names), ""]
-    machines = sorted({(results[n]["device"], results[n]["torch"], results[n]["python"]) for n in names})
-    files = listed([f"`benchmarks/results/{n}.json`" for n in names])
-    where = listed([f"{device}, torch {torch}, Python {python}" for device, torch, python in machines])
-    return "\n".join([*lines, f"Results: {files}. Machine: {where}."])
-
-
-def share(x: float) -> str:
-    return f"{x:.1%}"
-
-
-def size(n: float) -> str:
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if n >= unit:
-            return f"{n / unit:,.2f} {name}"
-    return f"{n:.0f} B"
-
-
-def listed(words: Sequence[str]) -> str:
-    words = list(words)
-    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
-
-
-def case(text: str) -> str:
-    """ "llama3-8b,h100:8x8,64,64" for people."""
-    model, cluster, mesh, batch, *more = text.split(",")
-    return ", ".join([model, cluster, mesh, batch, *more])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,101 @@
+"""Sections of docs/benchmarks.md about plans: how long they take, what they win over layouts made by hand, how they split long sequences."""
+
+from __future__ import annotations
+
+from benchmarks.page_parts import Result, case, origin, size, table
+
+
+def planning(results: dict[str, Result]) -> str:
+    rows = []
+    for x in results["planning"]["rows"]:
+        gap = f"{x['gap']:.2%}" if "gap" in x else f"{x['points']} plans"
+        rows.append([case(x["case"]), f"{x['command_s'] - x['imports_s']:.1f} s", f"{x['imports_s']:.1f} s", f"{x['peak_GB']:.2f} GB", gap])
+    return f"""## Planning time
+
+The command `autopar plan`, from the start of the process to the plan on disk, on two CPU cores. Imports (torch, transformers) are apart: they are the same for every plan. Sequences of
+{results["planning"]["seq"]:,} tokens. The last column says how far from the optimum the plan may be at most, or how many plans of a frontier were made.
+
+{table(["model, cluster, mesh, batch", "planning", "imports", "memory", "gap"], rows)}
+
+Depth and the number of devices hardly matter, since equal layers are planned once. The mesh does: two axes are solved whole, more are merged first.
+
+![Planning time by layers, devices and mesh axes](figures/planning.svg)
+
+{origin(results, "planning", "planning_growth")}"""
+
+
+def layouts(results: dict[str, Result]) -> str:
+    r, h = results["layouts"], results["hand"]
+    rows = []
+    for x in r["runs"]:
+        ours = f"{x['plan']['step_time_s'] * 1e3:,.1f} ms" if "step_time_s" in x["plan"] else "nothing fits"
+        rows.append([x["model"], x["mesh"], str(x["batch"]), ours, x["best"] or "none possible", f"{x['ratio']:.2f}" if x["ratio"] else ""])
+    hands = []
+    for x in h["runs"]:
+        won = f"{x['ratio']:.2f}" if x["ratio"] else "no layout fits"
+        ours = f"{x['search']['step_time_s']:.3f} s" if x["search"] else ""
+        hands.append(
+            [x["model"], x["cluster"], str(x["batch"]), x["search"]["layout"] if x["search"] else "", ours, won, f"{x['search_s']:.0f} s"]
+        )
+    return f"""## Against layouts made by hand
+
+Predicted, by one price for both. First the plan against the best plan that is `ddp`, `fsdp`, `tp` or `fsdp+tp`, on H100; no layout is given to the solver as a hint.
+The last column is the time of the best layout over the plan's: above one, the plan is faster. It is worse in {r["summary"]["plan_worse"]} of {r["summary"]["cases"]} cases.
+
+{table(["model", "mesh", "batch", "plan's step", "best layout", "layout / plan"], rows)}
+
+Then `autopar search` against layouts as the usual guides write them, with every micro-batch and recomputation. It is worse in {h["summary"]["worse"]} of {h["summary"]["cases"]} cases.
+
+{table(["model", "cluster", "batch", "found", "its step", "hand / found", "search took"], hands)}
+
+{origin(results, "layouts", "hand")}"""
+
+
+def by_hand(results: dict[str, Result]) -> str:
+    h = results["hand_plan"]
+    told = h["summary"]
+    rows = []
+    for x in h["runs"]:
+        plan, hand = x["plan"], x["by hand"]
+        rows.append(
+            [
+                x["model"], x["cluster"], f"{x['batch']:,} x {x['tokens']:,}", hand["layout"] if hand else "none fits",
+                f"{plan['step_time_s']:.4g} s" if plan else "nothing fits", f"{plan['gap']:.2%}" if plan else "", f"{x['ratio']:.3f}" if x["ratio"] else "", f"{x['plan_s']:.0f} s",
+            ]
+        )  # fmt: skip
+    freedoms = [[name, str(f["cases"]), f"{f['mean ratio']:.3f}"] for name, f in told["by freedom"].items()]
+    return f"""## Plans against the best of many layouts
+
+By one price for both: DDP, ZeRO-1 to -3, HSDP, tensor and context parallelism and their combinations, with every micro-batch and kind of recomputation, against `autopar plan` with
+`--micro-batches auto`. The plan is faster in {told["wins"]} of {told["cases"]} cases, by up to {told["largest ratio"]:.2f}; slower by more than its gap, or than a hundredth, in {told["worse"]}.
+The last columns: the best layout's time over the plan's, and how long planning took, beside other work on the machine.
+
+{table(["model", "cluster", "batch", "best by hand", "plan's step", "gap", "hand / plan", "planning"], rows)}
+
+What plans that win do and no single layout says:
+
+{table(["freedom", "cases", "mean of hand / plan"], freedoms)}
+
+{origin(results, "hand_plan")}"""
+
+
+def context(results: dict[str, Result]) -> str:
+    c = results["context"]
+    rows = []
+    for x in c["rows"]:
+        split = "; ".join(x["split"]) if "split" in x else x["error"]
+        step, exposed, peak = (
+            (f"{x['step_time_s']:.4g} s", f"{x['exposed_s'] / x['step_time_s']:.1%}", size(x["peak_bytes"]))
+            if "split" in x
+            else ("", "", "")
+        )
+        rows.append([f"{x['tokens']:,}", split, step, exposed, peak, f"{x['seconds']:.0f} s"])
+    return f"""## Long sequences
+
+What plans do with one sequence of {c["model"]} on {c["cluster"]}, mesh {c["mesh"]}, as it grows: attention's heads over devices, by splitting the products that make them (tensor parallel) or by an
+all-to-all from where the sequence is split (Ulysses); its queries, with keys and values gathered, in blocks where that balances causal work. Predicted; planning took so long beside
+other work on the machine.
+
+{table(["tokens", "attention is split", "step", "exposed", "peak", "planning"], rows)}
+
+{origin(results, "context")}"""
