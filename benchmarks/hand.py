@@ -40,7 +40,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0, help="for a plan")
     parser.add_argument("--runtime", default="", help="of autopar.predict; megatron-overlap, or autopar with --plan")
     parser.add_argument("--cache", type=Path, help="what was solved, kept for the next time")
-    parser.add_argument("--parts", nargs="*", type=Path, default=[], help="results of other models, made beside this one, that go before it")
+    parser.add_argument(
+        "--parts", nargs="*", type=Path, default=[], help="results of other models, made beside this one, that go before it"
+    )
     parser.add_argument("--out", type=Path, help="where to write the result (JSON)")
     a = parser.parse_args()
     if a.plan and a.runtime not in ("", "autopar"):

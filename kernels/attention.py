@@ -265,14 +265,13 @@ def _pieces(q: Tensor, k: Tensor, is_causal: bool, q_index: Tensor | None) -> li
     Not with a bias: where it hides a row by the lowest finite number, the log-sum-exps of its pieces have lost how many keys each has."""
     if not is_causal or q_index is None or q.shape[2] == 0:
         return None
-    index: list[int] = q_index.tolist()
-    starts = [i for i in range(len(index)) if i == 0 or index[i] != index[i - 1] + 1]
+    starts: list[int] = [0, *((q_index.diff() != 1).nonzero().flatten() + 1).tolist()]
     if len(starts) > PIECES:
         return None
+    firsts: list[int] = q_index[starts].tolist()
     keys, found = k.shape[2], list[_Piece]()
-    for a, b in zip(starts, [*starts[1:], len(index)], strict=True):
-        first, end = index[a], index[a] + b - a
-        inside = max(0, min(end, keys) - first)  # queries that have a key of their own
+    for first, a, b in zip(firsts, starts, [*starts[1:], len(q_index)], strict=True):
+        inside = max(0, min(first + b - a, keys) - first)  # queries that have a key of their own
         if inside:
             found.append(_Piece(slice(a, a + inside), first, slice(first, first + inside), True))
         if a + inside < b:

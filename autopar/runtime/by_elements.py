@@ -23,7 +23,9 @@ def on_parts(theirs: _torch.OptimizerStep) -> _torch.OptimizerStep:
     def step(*lists: Any, **how: Any) -> None:
         if torch.compiler.is_compiling() or how.get("differentiable") or any(isinstance(v, DTensor) for v in how.values()):
             return theirs(*lists, **how)
-        rows = [each for each in lists if isinstance(each, list) and len(each) == len(lists[0])]
+        rows = [each for each in lists if isinstance(each, list) and each]
+        if any(len(each) != len(lists[0]) for each in rows):
+            return theirs(*lists, **how)
         meshes: dict[int, bool] = {}
         ours = [i for i, each in enumerate(zip(*rows, strict=True)) if _split_alike(each, meshes)]
         if not ours:
