@@ -2,8 +2,8 @@
 
 A plan of m micro-batches is the plan of one of them, whose gradients are reduced once in m (`TrainingConfig.micro_batches`): a call takes m times as long, and memory is of
 one micro-batch's activations, with unreduced gradients beside them. What is fastest is not known before it is planned: fewer activations at a time allow less to be made
-again and parameters to be spread less, but parameters are gathered m times, and kernels are smaller. So "auto" plans each of 1, 2, 4, ... but for those that cannot be
-faster than what was found:
+again and parameters to be spread less, but parameters are gathered m times, and kernels are smaller. So "auto" plans each of 1, 2, 4, ..., from those on that leave room in memory
+(`autopar.planner.roomy`) to both sides, but for those that cannot be faster than what was found:
 
     m x sum over operators of the least that each takes on all devices     (`formulation.lower_bound.least_s`)
     what no plan of more micro-batches takes less than                     (`more_micro_batches`)
@@ -14,7 +14,7 @@ No plan over all that were tried takes less than the least of their bounds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Generic, TypeVar
@@ -41,6 +41,12 @@ def candidates(batch: int) -> list[int]:
     """1, 2, 4, ... up to one sample each; in place of a power of two the next number that divides the batch, if that is less than twice it."""
     powers = [2**k for k in range(batch.bit_length()) if 2**k <= batch]
     return list(dict.fromkeys(next((m for m in range(p, min(2 * p, batch + 1)) if batch % m == 0), p) for p in powers))
+
+
+def from_the_middle(numbers: Sequence[int], first: int) -> list[int]:
+    """`first`, then those next to it, the lower one before."""
+    at = numbers.index(first)
+    return sorted(numbers, key=lambda m: (abs(numbers.index(m) - at), m))
 
 
 def of_the_call(plan: Plan, number: int) -> Plan:
@@ -98,19 +104,24 @@ def fastest(
     is_late: Callable[[], bool] = lambda: False,
     more_s: Callable[[int], float] = lambda m: 0.0,
     gap: float = 0.0,
+    any_s: Callable[[], float] = lambda: 0.0,
 ) -> tuple[Plan, Tried[T]]:
     """The fastest plan of those for `numbers` of micro-batches, which says what the others take, and of which it is.
 
     task: the program of one micro-batch; least_s: what no plan of it takes less than, of a call; planned: its plan, of the call; is_late: whether no more are tried, of
     which it is then said that they were not; more_s: what no plan of a multiple of so many micro-batches takes less than, once that many were tried; gap: what the best may be slower by,
-    relative, than what is left out. Raises InfeasibleError where none has a plan, of those that need the least; whatever else planning the first raises, at once."""
+    relative, than what is left out; any_s: what no plan of any number takes less than. Raises InfeasibleError where none has a plan, of those that need the least; whatever
+    else planning one raises, if that is one micro-batch, or if there is no other plan."""
     tried: list[Tried[T]] = []
     lacking: InfeasibleError | None = None
+    refused: tuple[int, AutoparError] | None = None  # the fewest
     for m in numbers:
+        if refused is not None and m > refused[0]:
+            continue
         best = min(tried, key=lambda t: t.seconds, default=None)
         if best is not None and best.plan is not None and is_late():
             # The prices of parts of the data are no less than parts of the price.
-            at_least_s = max((t.least_s for t in tried if m % t.number == 0), default=0.0)
+            at_least_s = max([any_s(), *(t.least_s for t in tried if m % t.number == 0)])
             tried.append(Tried(m, None, at_least_s, "not tried, for want of time", None))
             continue
         bound_s = max((more_s(t.number) for t in tried if m % t.number == 0), default=0.0)
@@ -130,20 +141,23 @@ def fastest(
                 said = f"{e.constraint}, as {m} micro-batches"
                 lacking = e if m == 1 else InfeasibleError(said, e.shortfall_bytes, e.remedy, may_be_parted=e.may_be_parted)
             tried.append(Tried.left_out(m, math.inf))
-        except AutoparError:
-            if m == 1:
+        except AutoparError as e:
+            if best is not None and is_late():
+                tried.append(Tried(m, None, any_s(), "no plan was found in time", None))
+                continue
+            if m == 1 and (best is None or best.plan is None):
                 raise
             tried.append(Tried(m, None, math.inf, "the program cannot be run so", None))
-            break  # nor as more
+            refused = m, e  # nor as more
     best = min(tried, key=lambda t: t.seconds)
     if best.plan is None:
-        assert lacking is not None
-        raise lacking
+        assert lacking is not None or refused is not None
+        raise lacking if lacking is not None or refused is None else refused[1]
     bound_s = min(best.seconds, *(t.bound_s for t in tried)) if len(tried) > 1 else best.bound_s
     solver = {
         **best.plan.solver,
         "bound_s": bound_s,
         "gap": 1 - bound_s / best.seconds if best.seconds else 0.0,
-        "micro_batches": told(tried),
+        "micro_batches": told(sorted(tried, key=lambda t: t.number)),
     }
     return replace(best.plan, solver=solver).answering_as(best.plan), best

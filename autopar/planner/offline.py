@@ -41,7 +41,7 @@ from autopar.planner.loss_head import CHUNKED, PLAIN, Form, better, is_chunked, 
 from autopar.planner.loss_head import checked as checked_form
 from autopar.planner.memory import Memory
 from autopar.planner.meshes import best_of, others
-from autopar.planner.micro_batches import AUTO, candidates, checked, fastest, of_the_call
+from autopar.planner.micro_batches import AUTO, candidates, checked, fastest, from_the_middle, of_the_call
 from autopar.planner.more_micro_batches import bound_of_more
 from autopar.planner.offload import Offload
 from autopar.planner.other_form import instead_of
@@ -49,6 +49,7 @@ from autopar.planner.planning import least_of, plan_graph, within
 from autopar.planner.precision import Precision
 from autopar.planner.refit import modules_of, served
 from autopar.planner.request import limits_of, training_config
+from autopar.planner.roomy import roomy
 from autopar.planner.stages import WHOLE_AXES, Stages
 from autopar.planner.storage import batch_size
 from autopar.solver.fold import Folded, fold
@@ -56,6 +57,9 @@ from autopar.solver.solve import Limits
 from autopar.text.stages import Begun
 
 Captures = dict[int, WholeBatch]
+
+
+FOR_MESHES = 0.4  # of the time, where the number of micro-batches is to be found as well
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,14 @@ def plan(
     axes = mesh_axes(mesh, where)
     try:
         if mesh is None and layout is None and not least:
-            made = best_of(axes, others(where), planner.plan, number, planner.is_late)
+            made = best_of(
+                axes,
+                others(where),
+                planner.plan,
+                number,
+                partial(planner.is_late, FOR_MESHES if number == AUTO else 1.0),
+                lambda: planner.first(axes),
+            )
         else:
             made = planner.plan(axes, number)
     except InfeasibleError as e:
@@ -162,8 +173,9 @@ class _Planner:
             tuple[tuple[int, ...], int], Callable[[], float]
         ] = {}  # says what no plan of a multiple of so many micro-batches takes less than
 
-    def is_late(self) -> bool:
-        return not self.limits.in_proportion and time.perf_counter() > self.on_progress.start + self.limits.seconds
+    def is_late(self, share: float = 1.0) -> bool:
+        """Whether that share of the time is over."""
+        return not self.limits.in_proportion and time.perf_counter() > self.on_progress.start + share * self.limits.seconds
 
     def plan(self, axes: Mapping[str, int], number: int | str) -> Plan:
         """On a mesh, as so many micro-batches, or as many as is fastest (AUTO)."""
@@ -171,15 +183,21 @@ class _Planner:
             return self.of(number, self.captured(number).on(axes))
         sizes = tuple(axes.values())
         made, _ = fastest(
-            candidates(self.batch),
+            from_the_middle(candidates(self.batch), self.first(axes)),
             lambda m: self.captured(m).on(axes),
             lambda m, t: min(self.least_s(m, f) for f in t.forms),
             self.of,
             self.is_late,
             lambda m: self.more[sizes, m]() if (sizes, m) in self.more else 0.0,
             self.limits.gap,
+            lambda: min(self.least_s(1, f) for f in self.captured(1).on(axes).forms),
         )
         return made
+
+    def first(self, axes: Mapping[str, int]) -> int:
+        """The number of micro-batches that is planned first."""
+        t = self.captured(1).on(axes)
+        return min(roomy(candidates(self.batch), f.folded, math.prod(axes.values()), f.training, self.batch) for f in t.forms)
 
     def of(self, m: int, t: Task) -> Plan:
         """As `m` micro-batches, of which `t` is one."""
