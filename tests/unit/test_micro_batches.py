@@ -18,14 +18,18 @@ from autopar.errors import AutoparError
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Plan
 from autopar.plan.schema import dumps, loads
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.infeasible import InfeasibleError
-from autopar.planner.micro_batches import candidates, fastest
+from autopar.planner.micro_batches import candidates, fastest, from_the_middle
 from autopar.planner.more_micro_batches import bound_of_more
 from autopar.planner.offline import other_of, task
 from autopar.planner.planning import plan_graph
+from autopar.planner.roomy import kept_bytes, roomy
 from autopar.planner.stages import Stages
+from autopar.solver.fold import fold
 from autopar.solver.solve import Limits
 from tests.models import ZOO
+from tests.plans import captured
 from tests.wide import cases, wide
 
 
@@ -170,6 +174,72 @@ def test_says_what_is_missing_where_least_is() -> None:
     with pytest.raises(AutoparError, match="no such layout"):
         fastest([1, 2, 4], lambda m: m, lambda m, _: 0.0, refused)
     assert planned == [1]
+
+
+def test_begins_where_there_is_room() -> None:
+    assert from_the_middle([1, 2, 4, 8, 16], 1) == [1, 2, 4, 8, 16]
+    assert from_the_middle([1, 2, 4, 8, 16], 8) == [8, 4, 16, 2, 1]
+    assert from_the_middle([1, 2, 4], 4) == [4, 2, 1]
+
+
+def test_what_time_does_not_suffice_for() -> None:
+    """One, for which the time was too short, is not what is raised: eight has a plan."""
+    late: list[int] = []
+
+    def plan(m: int, task: int) -> Plan:
+        if m == 8:
+            return _plan(9.0, 8.9)
+        late.append(m)
+        raise AutoparError("The solver found no plan: out of time")
+
+    made, best = fastest([8, 4, 2, 1], lambda m: m, lambda m, _: 0.0, plan, lambda: bool(late), any_s=lambda: 3.0)
+    assert best.number == 8 and late == [4]
+    assert made.solver["micro_batches"] == "1, 2: not tried, for want of time; 4: no plan was found in time; 8: 9.000 s"
+    assert made.solver["bound_s"] == 3.0
+
+
+def test_what_cannot_be_parted_is_planned_whole() -> None:
+    def plan(m: int, task: int) -> Plan:
+        if m > 1:
+            raise AutoparError("it mixes samples")
+        return _plan(5.0, 4.9)
+
+    made, best = fastest([4, 2, 8, 1], lambda m: m, lambda m, _: 0.0, plan)
+    assert best.number == 1 and made.solver["micro_batches"] == "1: 5.000 s; 2, 4: the program cannot be run so"
+    with pytest.raises(AutoparError, match="mixes samples"):
+        fastest([4, 2], lambda m: m, lambda m, _: 0.0, plan)
+
+
+def test_room_is_for_all_that_backward_reads() -> None:
+    """The least number of which the activations of one fit: as a device has less memory, more of them; never more than leave a sample for each device."""
+    zoo = ZOO["llama"]
+    p = captured("llama")
+    folded = fold(p.graph)
+    kept = kept_bytes(folded)
+    measured = sum(t.nbytes for t in _saved(zoo))
+    assert measured <= 1.5 * kept and kept <= 3 * measured
+    numbers = candidates(8)
+    for devices in (1, 2, 4):
+        found = [
+            roomy(numbers, folded, devices, TrainingConfig(frozenset(), budget_bytes=budget), 8)
+            for budget in (1e12, kept / devices, kept / devices / 2, 1.0)
+        ]
+        assert found[0] == 1 and found == sorted(found) and found[-1] == 8 // devices, found
+
+
+def _saved(zoo: Any) -> list[torch.Tensor]:
+    """What eager keeps for backward, parameters aside."""
+    model, found = zoo.build(2).train(), dict[int, torch.Tensor]()
+    params = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        if t.untyped_storage().data_ptr() not in params:
+            found.setdefault(t.untyped_storage().data_ptr(), t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        model(**zoo.inputs(8, 16))
+    return list(found.values())
 
 
 def test_one_micro_batch_that_does_not_fit_tells_of_more() -> None:
