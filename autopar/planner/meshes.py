@@ -3,7 +3,7 @@
 The cluster's nodes x devices first. An axis of it has one role in a good plan, and a part of a node may have one of its own (tensor parallelism over two devices of eight, data
 over the rest); so the same devices are tried as (nodes x devices / k) x k too, for every k that divides a node's devices, largest first. Each is a program of its own. They are
 left out where they could save little: what communication adds to the plan that was found is all that another split of the devices might take away, unless memory makes it run
-something again or keep it elsewhere: where it is not nearly used up, what runs again does so because that is as fast. Where the number of micro-batches is to be found as well, meshes are compared with one that leaves room (`roomy.py`), and other numbers tried on the best.
+something again or keep it elsewhere: where it is not nearly used up, what runs again does so because that is as fast. Where the number of micro-batches is to be found as well, others are tried with the one that is best on the first, and the best of them with others.
 """
 
 from __future__ import annotations
@@ -46,21 +46,13 @@ def best_of(
     planned: Callable[[Mapping[str, int], int | str], Plan],
     number: int | str,
     is_late: Callable[[], bool],
-    start: Callable[[], int] = lambda: 1,
 ) -> Plan:
-    """The fastest plan on `first` and, where they may be better, on `rest`; it says what the others take. planned: on a mesh, with a number of micro-batches; start: the number
-    that meshes are compared with, where it is to be planned.
+    """The fastest plan on `first` and, where they may be better, on `rest`; it says what the others take. planned: on a mesh, with a number of micro-batches.
     Raises what planning on `first` raises: what fits on no plan of that hardly fits elsewhere."""
-    tries = start() if number == AUTO else number
-    try:
-        found = planned(first, tries)
-    except AutoparError as e:
-        if tries == number or (tries == 1 and not isinstance(e, InfeasibleError)):
-            raise
-        return planned(first, number)
-    best, axes = found, first
-    tried = {said(first): format_time(found.predicted["step_time_s"])}
-    for other in rest if may_be_better(found) else ():
+    best, axes = planned(first, number), first
+    tries = best.micro_batches if number == AUTO else number
+    tried = {said(first): format_time(best.predicted["step_time_s"])}
+    for other in rest if may_be_better(best) else ():
         if is_late():
             tried[said(other)] = "not tried, for want of time"
             continue
@@ -75,7 +67,7 @@ def best_of(
         tried[said(other)] = format_time(plan.predicted["step_time_s"])
         if plan.predicted["step_time_s"] < (1 - SAME) * best.predicted["step_time_s"]:
             best, axes = plan, other
-    if tries != number:
+    if axes is not first and tries != number and not is_late():
         best = planned(axes, number)
     if len(tried) == 1:
         return best

@@ -59,9 +59,6 @@ from autopar.text.stages import Begun
 Captures = dict[int, WholeBatch]
 
 
-FOR_MESHES = 0.4  # of the time, where the number of micro-batches is to be found as well
-
-
 @dataclass(frozen=True)
 class Task:
     """A step that is to be planned. form: of its program (`loss_head`); other: the same step, of another form."""
@@ -137,14 +134,7 @@ def plan(
     axes = mesh_axes(mesh, where)
     try:
         if mesh is None and layout is None and not least:
-            made = best_of(
-                axes,
-                others(where),
-                planner.plan,
-                number,
-                partial(planner.is_late, FOR_MESHES if number == AUTO else 1.0),
-                lambda: planner.first(axes),
-            )
+            made = best_of(axes, others(where), planner.plan, number, planner.is_late)
         else:
             made = planner.plan(axes, number)
     except InfeasibleError as e:
@@ -173,9 +163,8 @@ class _Planner:
             tuple[tuple[int, ...], int], Callable[[], float]
         ] = {}  # says what no plan of a multiple of so many micro-batches takes less than
 
-    def is_late(self, share: float = 1.0) -> bool:
-        """Whether that share of the time is over."""
-        return not self.limits.in_proportion and time.perf_counter() > self.on_progress.start + share * self.limits.seconds
+    def is_late(self) -> bool:
+        return not self.limits.in_proportion and time.perf_counter() > self.on_progress.start + self.limits.seconds
 
     def plan(self, axes: Mapping[str, int], number: int | str) -> Plan:
         """On a mesh, as so many micro-batches, or as many as is fastest (AUTO)."""

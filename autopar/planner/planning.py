@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, LayoutError
 from autopar.graph.graph import Graph
 from autopar.graph.mesh import Mesh
 from autopar.hardware.cluster import Cluster
@@ -47,6 +47,8 @@ LARGE_GAP = 0.02  # a gap, relative, from which that is tried
 LARGEST = 1500  # kinds of operators in a program of such
 LEAST_S = 10.0  # for an answer little above the smallest peak, where nothing else is within the budget
 PATIENT_S = 40.0  # where nobody said how much time there is: better late than no plan
+HAND_GAP = 0.002  # relative: of what is nearer to its bound nothing is asked
+HAND_S = 20.0
 GROUPED_S = 30.0  # for one of them, at most
 
 
@@ -122,6 +124,26 @@ class Step:
                 larger = Stages(folded, s.mesh, s.cluster, s.training, limits, s.on_progress, s.restrict, s.start)
                 yield replace(self, folded=folded, stages=larger)
 
+    def beside_hand(
+        self, done: Found, mesh_axes: Mapping[str, int], limits: Limits | None, progress: Callable[[str, float], None] | None
+    ) -> Found:
+        """`done`, or the best plan that is FSDP, where that is faster: a program with less to choose, whose memory is better used in the same time. Only where the gap allows it."""
+        s, found = self.stages, done.answer
+        if not isinstance(found, Solution) or found.gap <= HAND_GAP or s.is_late:
+            return done
+        every = tuple(mesh_axes)
+        hand = Layout(data=every, shard=every, reshard_after_forward=not s.training.keeps_gathered)
+        spent_s = time.perf_counter() - s.start
+        limits = replace(s.limits, seconds=min(s.limits.seconds, spent_s + HAND_S), in_proportion=False)
+        try:
+            other = Step.of(self.folded, mesh_axes, self.cluster, s.training, limits, progress, hand, s.start).stages.run()
+        except (TimeoutError, LayoutError):
+            return done
+        if not isinstance(other.answer, Solution) or other.answer.objective_s >= found.objective_s:
+            return done
+        bound_s = min(found.bound_s, other.answer.objective_s)
+        return replace(other, answer=replace(other.answer, bound_s=bound_s, seconds=found.seconds + other.answer.seconds))
+
     def untagged(self) -> Step:
         """Without the tags of the user's."""
         s = self.stages
@@ -177,6 +199,8 @@ def plan_graph(
         if not (_smaller if least else better)(other.answer, done.answer):
             break  # nor would more of them
         step, done = larger, other
+    if layout is None and not least:
+        done = step.beside_hand(done, mesh_axes, limits, progress)
     found = done.answer
     if asks is not None:
         asks(step.stages)

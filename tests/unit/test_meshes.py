@@ -56,7 +56,7 @@ class Planner:
 def test_the_best_mesh_is_planned_with_any_number_of_micro_batches() -> None:
     planner = Planner(
         {
-            ("dp=8", 1): plan_of(FIRST, 10.0), ("dp=2 x tp=4", 1): InfeasibleError("memory", 1, ""), ("dp=4 x tp=2", 1): plan_of(TWO, 9.0),
+            ("dp=8", AUTO): plan_of(FIRST, 10.0), ("dp=2 x tp=4", 1): InfeasibleError("memory", 1, ""), ("dp=4 x tp=2", 1): plan_of(TWO, 9.0),
             ("dp=4 x tp=2", AUTO): plan_of(TWO, 8.0),
         }
     )  # fmt: skip
@@ -78,15 +78,21 @@ def test_no_other_where_none_may_be_better() -> None:
     assert may_be_better(plan_of(FIRST, 10.0, 0.2)) and not may_be_better(plan_of(FIRST, 10.0, 0.0))
 
 
-def test_what_does_not_fit_at_once_is_tried_as_micro_batches() -> None:
-    planner = Planner({("dp=8", 1): InfeasibleError("memory", 1, ""), ("dp=8", AUTO): plan_of(FIRST, 10.0)})
-    assert best_of(FIRST, (FOUR, TWO), planner, AUTO, lambda: False).mesh_axes == FIRST
+def test_others_are_tried_with_the_number_that_is_best_on_the_first() -> None:
+    four = {
+        ("dp=8", AUTO): replace(plan_of(FIRST, 10.0), micro_batches=4),
+        ("dp=2 x tp=4", 4): plan_of(FOUR, 11.0),
+        ("dp=4 x tp=2", 4): plan_of(TWO, 10.0),
+    }
+    planner = Planner(four)
+    assert best_of(FIRST, (FOUR, TWO), planner, AUTO, lambda: False).mesh_axes == FIRST  # a tie
+    assert planner.asked == list(four)
     with pytest.raises(InfeasibleError):
         best_of(FIRST, (FOUR, TWO), Planner({("dp=8", 2): InfeasibleError("memory", 1, "")}), 2, lambda: False)
 
 
 def test_without_time_the_first_is_the_plan() -> None:
-    planner = Planner({("dp=8", 1): plan_of(FIRST, 10.0), ("dp=8", AUTO): plan_of(FIRST, 10.0)})
+    planner = Planner({("dp=8", AUTO): plan_of(FIRST, 10.0)})
     found = best_of(FIRST, (FOUR, TWO), planner, AUTO, lambda: True)
     assert found.mesh_axes == FIRST and found.solver[TRIED].count("not tried, for want of time") == 2
     failing = Planner({("dp=8", 1): plan_of(FIRST, 10.0), **{(said(m), 1): AutoparError("no plan in time") for m in (FOUR, TWO)}})
