@@ -48,7 +48,7 @@ LARGEST = 1500  # kinds of operators in a program of such
 LEAST_S = 10.0  # for an answer little above the smallest peak, where nothing else is within the budget
 PATIENT_S = 40.0  # where nobody said how much time there is: better late than no plan
 HAND_GAP = 0.002  # relative: of what is nearer to its bound nothing is asked
-HAND_S = 20.0
+HAND_S, HAND_LEAST_S = 20.0, 5.0  # what it may take, and without which it is not begun
 GROUPED_S = 30.0  # for one of them, at most
 
 
@@ -129,7 +129,7 @@ class Step:
     ) -> Found:
         """`done`, or the best plan that is FSDP, where that is faster: a program with less to choose, whose memory is better used in the same time. Only where the gap allows it."""
         s, found = self.stages, done.answer
-        if not isinstance(found, Solution) or found.gap <= HAND_GAP or s.is_late:
+        if not isinstance(found, Solution) or found.gap <= HAND_GAP or time.perf_counter() + HAND_LEAST_S > s.until:
             return done
         every = tuple(mesh_axes)
         hand = Layout(data=every, shard=every, reshard_after_forward=not s.training.keeps_gathered)
