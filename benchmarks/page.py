@@ -289,8 +289,8 @@ def image_steps(results: dict[str, Result]) -> str:
 
 Forward, backward and SGD of a ResNet of width {s["width"]} with {s["depth"]} blocks a stage, on one process, under Inductor: the time of ours over that of the same model under torch.compile and in
 eager PyTorch, steps of each in turn. Median, and its interval of 95%; fastest: of ours over the fastest of torch.compile's. The C allocator keeps freed memory (`--keep-memory`): left alone it returns
-and fetches pages in the middle of steps. The compiled graphs of both take the same time. Around them a step of ours costs some eight milliseconds more: four in the optimizer, whose operators
-are dispatched by DTensor one by one (on a CPU; elsewhere in lists), the rest in the call and where autograd hands over gradients. That shows where steps are short.
+and fetches pages in the middle of steps. The compiled graphs of both take the same time. Around them a step of ours costs some three milliseconds more, of 32 parameters: in the call, and where autograd
+hands over gradients that are DTensors. That shows where steps are short.
 
 {table(["batch", "fastest", "over torch.compile", "over eager", "copies that change a layout"], rows)}
 

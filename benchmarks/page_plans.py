@@ -80,22 +80,24 @@ What plans that win do and no single layout says:
 
 
 def context(results: dict[str, Result]) -> str:
-    c = results["context"]
+    names = ("context", "context_70b")
     rows = []
-    for x in c["rows"]:
-        split = "; ".join(x["split"]) if "split" in x else x["error"]
-        step, exposed, peak = (
-            (f"{x['step_time_s']:.4g} s", f"{x['exposed_s'] / x['step_time_s']:.1%}", size(x["peak_bytes"]))
-            if "split" in x
-            else ("", "", "")
-        )
-        rows.append([f"{x['tokens']:,}", split, step, exposed, peak, f"{x['seconds']:.0f} s"])
+    for c in (results[n] for n in names):
+        for x in c["rows"]:
+            split = "; ".join(x["split"]) if "split" in x else x["error"]
+            step, exposed, peak = (
+                (f"{x['step_time_s']:.4g} s", f"{x['exposed_s'] / x['step_time_s']:.1%}", size(x["peak_bytes"]))
+                if "split" in x
+                else ("", "", "")
+            )
+            rows.append(
+                [c["model"], f"{c['cluster']}, {c['mesh']}", f"{x['tokens']:,}", split, step, exposed, peak, f"{x['seconds']:.0f} s"]
+            )
     return f"""## Long sequences
 
-What plans do with one sequence of {c["model"]} on {c["cluster"]}, mesh {c["mesh"]}, as it grows: attention's heads over devices, by splitting the products that make them (tensor parallel) or by an
-all-to-all from where the sequence is split (Ulysses); its queries, with keys and values gathered, in blocks where that balances causal work. Predicted; planning took so long beside
-other work on the machine.
+What plans do with one sequence as it grows: attention's heads over devices, by splitting the products that make them (tensor parallel) or by an all-to-all from where the sequence is split
+(Ulysses); its queries, with keys and values gathered, in blocks where that balances causal work. Predicted; planning took so long beside other work on the machine.
 
-{table(["tokens", "attention is split", "step", "exposed", "peak", "planning"], rows)}
+{table(["model", "devices, mesh", "tokens", "attention is split", "step", "exposed", "peak", "planning"], rows)}
 
-{origin(results, "context")}"""
+{origin(results, *names)}"""

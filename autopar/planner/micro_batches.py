@@ -151,8 +151,10 @@ def fastest(
             refused = m, e  # nor as more
     best = min(tried, key=lambda t: t.seconds)
     if best.plan is None:
-        assert lacking is not None or refused is not None
-        raise lacking if lacking is not None or refused is None else refused[1]
+        if lacking is not None:
+            raise lacking
+        assert refused is not None
+        raise refused[1]
     bound_s = min(best.seconds, *(t.bound_s for t in tried)) if len(tried) > 1 else best.bound_s
     solver = {
         **best.plan.solver,

@@ -19,8 +19,8 @@ ROOM = 0.7  # of the budget
 def roomy(numbers: Sequence[int], folded: Folded, devices: int, training: TrainingConfig, batch: int) -> int:
     """Of `numbers`, ascending, the least whose activations, all kept, fit beside parameters, gradients and the optimizer's state, everything split evenly over the devices. No
     more than what leaves a sample for each device. folded: of the whole batch."""
-    state = sum(t.numel * folded.tensor_count.get(folded.tensor_rep.get(t.name, t.name), 1) for t in _once(folded))
-    state *= 2 * training.master_bytes + training.state_bytes
+    elements = sum(t.numel * folded.tensor_count.get(folded.tensor_rep.get(t.name, t.name), 1) for t in _once(folded))
+    state = elements * (2 * training.master_bytes + training.state_bytes)
     kept = kept_bytes(folded)
     found = numbers[0]
     for m in numbers:
