@@ -25,7 +25,6 @@ from benchmarks.record import write
 
 SAME = 1e-3  # relative: what is faster by less wins nothing
 MOST = 0.01  # relative: by which a plan may be slower, if its gap says as much
-ROUNDING = 1e-4  # relative: two ways to add up the same prices
 MICRO_BATCHES = (1, 2, 4)
 RECOMPUTE = ("none", "balanced", "full")
 
@@ -163,7 +162,7 @@ def verdict(hand: dict[str, Any] | None, mine: dict[str, Any] | None) -> dict[st
     if hand is None or mine is None:
         return {"ratio": None, "wins": mine is not None, "worse": hand is not None}
     ratio = hand["step_time_s"] / mine["step_time_s"]
-    told = {"ratio": ratio, "wins": ratio > 1 + SAME, "worse": ratio < 1 - max(ROUNDING, min(MOST, mine.get("gap", 0.0)))}
+    told = {"ratio": ratio, "wins": ratio > 1 + SAME, "worse": ratio < 1 - max(1e-9, min(MOST, mine.get("gap", 0.0)))}
     if "freedoms" in mine:
         exposed = hand["exposed_s"] - mine["parts_s"].get("exposed_s", 0.0)
         told["saved_s"] = {"exposed communication": exposed, "the rest": hand["step_time_s"] - mine["step_time_s"] - exposed}

@@ -68,7 +68,7 @@ def by_hand(results: dict[str, Result]) -> str:
 
 By one price for both: DDP, ZeRO-1 to -3, HSDP, tensor and context parallelism and their combinations, with every micro-batch and kind of recomputation, against `autopar plan` with
 `--micro-batches auto`. The plan is faster in {told["wins"]} of {told["cases"]} cases, by up to {told["largest ratio"]:.2f}; slower by more than its gap, or than a hundredth, in {told["worse"]}.
-Of the two prices of one layout, that of the layout by itself was lower where gpt2-xl loses; where Qwen3 does, the time that planning had was over. The last columns: the best layout's
+Of the two prices of one layout, that of the layout by itself was lower where gpt2-xl loses, and bert-base by a hundred-thousandth; where Qwen3 does, the time that planning had was over. The last columns: the best layout's
 time over the plan's, and how long planning took, beside other work on the machine. Of the command's cases these are the first; the others were not run.
 
 {table(["model", "cluster", "batch", "best by hand", "plan's step", "gap", "hand / plan", "planning"], rows)}

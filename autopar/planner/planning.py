@@ -124,19 +124,17 @@ class Step:
                 larger = Stages(folded, s.mesh, s.cluster, s.training, limits, s.on_progress, s.restrict, s.start)
                 yield replace(self, folded=folded, stages=larger)
 
-    def beside_hand(
-        self, done: Found, mesh_axes: Mapping[str, int], limits: Limits | None, progress: Callable[[str, float], None] | None
-    ) -> Found:
+    def beside_hand(self, done: Found) -> Found:
         """`done`, or the best plan that is FSDP, where that is faster: a program with less to choose, whose memory is better used in the same time. Only where the gap allows it."""
         s, found = self.stages, done.answer
         if not isinstance(found, Solution) or found.gap <= HAND_GAP or time.perf_counter() + HAND_LEAST_S > s.until:
             return done
-        every = tuple(mesh_axes)
+        every = tuple(self.mesh.parents)
         hand = Layout(data=every, shard=every, reshard_after_forward=not s.training.keeps_gathered)
         spent_s = time.perf_counter() - s.start
         limits = replace(s.limits, seconds=min(s.limits.seconds, spent_s + HAND_S), in_proportion=False)
         try:
-            other = Step.of(self.folded, mesh_axes, self.cluster, s.training, limits, progress, hand, s.start).stages.run()
+            other = Step.of(self.folded, self.mesh.parents, self.cluster, s.training, limits, s.on_progress, hand, s.start).stages.run()
         except (TimeoutError, LayoutError):
             return done
         if not isinstance(other.answer, Solution) or other.answer.objective_s >= found.objective_s:
@@ -200,7 +198,7 @@ def plan_graph(
             break  # nor would more of them
         step, done = larger, other
     if layout is None and not least:
-        done = step.beside_hand(done, mesh_axes, limits, progress)
+        done = step.beside_hand(done)
     found = done.answer
     if asks is not None:
         asks(step.stages)
