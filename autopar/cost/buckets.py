@@ -68,18 +68,37 @@ def whole_bytes(kind: str, wire_bytes: float, width: int) -> float:
     return wire_bytes / _sent(kind, width) if width > 1 else 0.0
 
 
-def shared(cost: Cost, kind: str, axes: tuple[str, ...], wire_bytes: float, share: float) -> CollectiveCost:
-    """As `Cost.collective`, of what may be joined with others of its stretch. share: of the bytes of the stretch, what this one has; 1: it is alone. Of B bytes, in a bucket of
-    L, it pays alpha B / L of the latency, where L is what makes a bucket full, or all of the stretch."""
+@dataclass(frozen=True)
+class Company:
+    """What one tensor may be joined with. nbytes: of it; stretch: of every tensor of its stretch, its own among them. All whole; what is sharded otherwise too is sent in parts,
+    which are as large to one another."""
+
+    nbytes: float
+    stretch: tuple[float, ...]
+
+    def share(self, nbytes: float, within: Limit) -> float:
+        """Of a bucket's latency, what this tensor pays, where `nbytes` are sent of it. Of B bytes in a bucket of L, it is B / L, where L is what makes a bucket full, or all of the
+        stretch that is not alone."""
+        scale = nbytes / self.nbytes if self.nbytes else 1.0
+        together = scale * sum(n for n in self.stretch if n * scale <= within.alone_bytes)
+        return 1.0 if nbytes > within.alone_bytes else nbytes / max(nbytes, min(within.full_bytes, together)) if nbytes else 1.0
+
+
+def shared(cost: Cost, kind: str, axes: tuple[str, ...], wire_bytes: float, companies: Sequence[Company]) -> CollectiveCost:
+    """As `Cost.collective`, of what may be joined with others of its stretch: on average of `companies`; none: it is alone."""
     c = cost.collective(kind, axes, wire_bytes)
-    if kind not in JOINED or share >= 1:
+    if kind not in JOINED or not companies:
         return c
     within, nbytes = limit(cost, kind, axes), whole_bytes(kind, wire_bytes, cost.mesh.sizes_product(axes))
-    bucket = min(within.full_bytes, nbytes / share)
-    if nbytes > within.alone_bytes or bucket <= nbytes:
-        return c
-    saved_s = within.alpha_s * (1 - nbytes / bucket)
+    saved_s = within.alpha_s * (1 - sum(company.share(nbytes, within) for company in companies) / len(companies))
     return CollectiveCost(c.link, c.seconds - saved_s, max(0.0, c.latency_s - saved_s))
+
+
+def latencies(sizes: Sequence[tuple[float, float]], stretches: float, within: Limit) -> float:
+    """How often alpha is paid for tensors of so many stretches. sizes: bytes, and how many there are of them."""
+    together = sum(nbytes * n for nbytes, n in sizes if nbytes <= within.alone_bytes)
+    alone = sum(n for nbytes, n in sizes if nbytes > within.alone_bytes)
+    return alone + (max(stretches, together / within.full_bytes) if together else 0.0)
 
 
 def joined(nbytes: Sequence[float], within: Limit) -> list[list[int]]:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.cost.buckets import limit
+from autopar.cost.buckets import latencies, limit
 from autopar.cost.model import Cost
 from autopar.errors import LayoutError
 from autopar.planner.layout import Layout
@@ -94,8 +94,8 @@ def traffic(
     buckets = layers if runtime.by_halves else 1
     every, ways = replicas * layout.cp, sharded_over(layout, replicas)
     routed = experts_over(layout, ways)
-    parts = _parts(params.dense, ("dp", "ep", "cp"), every, ways, layout, runtime, cost, micro_batches, windows, buckets)
-    experts = _parts(params.experts, ("dp", "cp"), every // layout.ep, routed, layout, runtime, cost, micro_batches, windows, buckets)
+    parts = _parts(params, ("dp", "ep", "cp"), every, ways, layout, runtime, cost, micro_batches, windows, buckets)
+    experts = _parts(Held(params.experts), ("dp", "cp"), every // layout.ep, routed, layout, runtime, cost, micro_batches, windows, buckets)
     if parts and experts:  # the same steps of a step: each pair runs beside the same
         parts = [(a + b, window) for (a, window), (b, _) in zip(parts, experts, strict=True)]
     parts = parts or experts
@@ -106,7 +106,7 @@ def traffic(
 
 
 def _parts(
-    params: float,
+    held: Held,
     names: tuple[str, ...],
     every: int,
     ways: int,
@@ -117,7 +117,9 @@ def _parts(
     windows: Windows,
     buckets: int,
 ) -> list[tuple[float, tuple[float, ...]]]:
-    """Seconds of traffic, and what each may run beside. names: axes of the mesh over which parameters are alike; every: ranks on them; buckets: at least so many."""
+    """Seconds of traffic, and what each may run beside. held: dense; names: axes of the mesh over which parameters are alike; every: ranks on them; buckets: at least so many,
+    and besides each parameter that no bucket is worth."""
+    params = held.dense
     if every == 1 or not params:
         return []
     axes = tuple(c for a in names for c in cost.mesh.children(a))
@@ -131,7 +133,11 @@ def _parts(
         if buckets == 1:
             return whole_s
         within = limit(cost, kind, over)
-        return whole_s + within.alpha_s * (nbytes / min(within.full_bytes or nbytes, nbytes / buckets) - 1)
+        if not within.alpha_s:
+            return whole_s
+        if not held.tensors:
+            return whole_s + within.alpha_s * (max(buckets, nbytes / within.full_bytes) - 1)
+        return whole_s + within.alpha_s * (latencies([(nbytes / params * n, often) for n, often in held.tensors], buckets, within) - 1)
 
     before, after, step_windows = windows.before_s, windows.after_s, (windows.step_s,)
     if layout.zero == 0:

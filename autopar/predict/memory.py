@@ -13,6 +13,7 @@ ready; Yuan et al., USENIX ATC '24):  A ( 4 + (N - 4) (1 - alpha) ).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from autopar.pipeline import Schedule, peak_held
@@ -110,4 +111,9 @@ def params_of(stages: Sequence[Mapping[Piece, int]]) -> Held:
     names = {p.name for stage in stages for p in stage}
     twice = sum(p.shared for stage in stages for p in stage if p.shared and "before" in names and p.name != "before")
     experts = sum(n * p.routed for stage in stages for p, n in stage.items())
-    return Held(counted - twice - experts, experts)
+    tensors: Counter[float] = Counter()
+    for stage in stages:
+        for p, n in stage.items():
+            for elements, often in p.tensors:
+                tensors[elements] += n * often
+    return Held(counted - twice - experts, experts, tuple(sorted(tensors.items())))

@@ -7,7 +7,7 @@ What lies between two stacks (T5's encoder and decoder) is a piece too. Backward
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -35,7 +35,8 @@ class Piece:
     forward, backward: all that runs. again: results of forward that a memory-bound kernel made and a product reads in backward, made again there.
     saved_bytes: kept for backward if nothing is made again; spared_bytes: of that, what `again` makes; input_bytes: what comes from the piece before it (as split as
     possible); scores_bytes: of one matrix of attention scores; largest_bytes: of the largest result of forward. params: elements that a device
-    holds; shared: of those, elements that an earlier piece has too (tied); routed: of those, elements of routed experts.
+    holds; shared: of those, elements that an earlier piece has too (tied); routed: of those, elements of routed experts. tensors: of all others, elements of a parameter
+    and how many there are of so many.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Piece:
     params: float
     shared: float
     routed: float = 0.0
+    tensors: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass
@@ -59,6 +61,7 @@ class _Draft:
     backward: list[Workload] = field(default_factory=list)
     recompute: list[Workload] = field(default_factory=list)
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    tensors: Counter[float] = field(default_factory=Counter)
 
 
 def pieces(found: Found, fusion: str = "compiled") -> tuple[Piece, ...]:
@@ -385,7 +388,10 @@ class _Reader:
             homes = sorted({self.place[op.name] for op, _ in readers})
             for k, home in enumerate(homes):
                 op, i = next((op, i) for op, i in readers if self.place[op.name] == home)
-                held = t.numel * self.placed(op)[1][i].share(self.mesh) * self.q.tensor_times[t.name] / self.copies(home)
+                part, often = t.numel * self.placed(op)[1][i].share(self.mesh), self.q.tensor_times[t.name] / self.copies(home)
+                held = part * often
+                if not k and not self.rules[op.name].pairs:
+                    self.drafts[home].tensors[part] += often
                 self.drafts[home].sums["params"] += held
                 self.drafts[home].sums["shared"] += held if k else 0.0
                 self.drafts[home].sums["routed"] += held if self.rules[op.name].pairs else 0.0
@@ -398,4 +404,5 @@ class _Reader:
         return Piece(
             name, self.copies(i) if i % 2 else 0, Workload.together(d.forward), Workload.together(d.backward), Workload.together(d.recompute),
             s["saved"], s["spared"], s["input"], s["scores"], s["largest"], s["params"], s["shared"], s["routed"],
+            tuple(sorted(d.tensors.items())),
         )  # fmt: skip

@@ -21,7 +21,7 @@ from autopar.predict.work import Transfer, Workload
 from autopar.search.lower_bound import Pieces
 from autopar.text.strict_json import JsonError, parse, read_bytes, short
 
-FORM = 1
+FORM = 2
 
 
 class Cache:
@@ -93,7 +93,7 @@ def _workload_written(s: Workload) -> dict[str, Any]:
 
 def _piece(row: dict[str, Any]) -> Piece:
     quantities: dict[str, Any] = {k: _workload(v) if isinstance(v, dict) else v for k, v in row.items()}
-    return Piece(**quantities)
+    return Piece(**{**quantities, "tensors": tuple((size, n) for size, n in row["tensors"])})
 
 
 def _workload(row: dict[str, Any]) -> Workload:

@@ -33,11 +33,14 @@ def shared(pieces: Sequence[Piece], ways: int) -> Pieces:
             out[small] = out.get(small, 0.0) + n
         return Workload(out)
 
-    return tuple(_changed(p, less, {name: getattr(p, name) / ways for name in _HELD}) for p in pieces)
+    return tuple(
+        _changed(p, less, {name: getattr(p, name) / ways for name in _HELD} | {"tensors": tuple((size / ways, n) for size, n in p.tensors)})
+        for p in pieces
+    )
 
 
 def _changed(p: Piece, less: Callable[[Workload], Workload], held: dict[str, Any]) -> Piece:
-    assert {f.name for f in fields(Piece)} == {"name", "layers", "forward", "backward", "recompute", *_HELD}, (
+    assert {f.name for f in fields(Piece)} == {"name", "layers", "forward", "backward", "recompute", "tensors", *_HELD}, (
         "a quantity that bounds do not know"
     )
     return replace(p, forward=less(p.forward), backward=less(p.backward), recompute=less(p.recompute), **held)

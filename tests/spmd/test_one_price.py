@@ -60,10 +60,10 @@ class Told(NamedTuple):
         return max(self) / min(self) - 1
 
 
-def cluster(link_faster: float = 1.0) -> Cluster:
-    """Without latencies, which models as small as these would be all of."""
+def cluster(link_faster: float = 1.0, latency_s: float = 0.0) -> Cluster:
+    """No kernel has a latency, which models as small as these would be all of."""
     c = Cluster.of(f"h100:{DEVICES}")
-    link = c.intra.model_copy(update={"latency_s": 0.0, "bandwidth_Bps": c.intra.bandwidth_Bps * link_faster})
+    link = c.intra.model_copy(update={"latency_s": latency_s, "bandwidth_Bps": c.intra.bandwidth_Bps * link_faster})
     return c.model_copy(update={"device": c.device.model_copy(update={"launch_s": 0.0}), "intra": link})
 
 
@@ -74,13 +74,13 @@ def captured(name: str) -> tuple[Prepared, dict[str, torch.Tensor]]:
     return prepare(zoo.build(2).train(), inputs, zoo.compile.get("loss_fn")), inputs
 
 
-def told(name: str, layout: str, link_faster: float = 1.0) -> Told:
-    (p, inputs), (mesh, sizes), where = captured(name), LAYOUTS[layout], cluster(link_faster)
-    training = TrainingConfig(frozenset(n for n, q in p.model.named_parameters() if q.requires_grad))
+def told(name: str, layout: str, link_faster: float = 1.0, latency_s: float = 0.0) -> Told:
+    (p, inputs), (mesh, sizes), where = captured(name), LAYOUTS[layout], cluster(link_faster, latency_s)
+    training = TrainingConfig(frozenset(n for n, q in p.model.named_parameters() if q.requires_grad), joins=True)
     plan = plan_graph(p.graph, mesh, where, training, Limits(gap=1e-4, seconds=60), layout=layout).plan
-    with fake_world(DEVICES):
-        parts = overlap(simulated(p, mesh, plan).parts, "sim")
     cost = Cost.compiled(where, Mesh.of(mesh), p.graph, {op.name: lookup(op) for op in p.graph.ops})
+    with fake_world(DEVICES):
+        parts = overlap(simulated(p, mesh, plan).parts, "sim", cost)
     walked = price(parts, plan, p.graph, cost, training, "sim").step_time_s
     model, loss_fn = ZOO[name].build(2).train(), ZOO[name].compile.get("loss_fn")
     said = autopar.predict(model, inputs, where, sizes, global_batch=BATCH, runtime=RUNTIME, loss_fn=loss_fn, precision=None).step_time_s

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cost import Cost
-from autopar.cost.buckets import JOINED, LATENCY, Limit, joined, limit
+from autopar.cost.buckets import JOINED, LATENCY, Company, Limit, joined, latencies, limit
 from autopar.graph.mesh import Mesh
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.parts import CollectiveCurve
@@ -92,3 +92,17 @@ def test_every_collective_is_in_one(sizes: list[float], full: float, alone: floa
             assert all(sizes[i] <= alone for i in g) and total < 1.5 * full + alone
     short = [g for g in found if all(sizes[i] <= alone for i in g) and sum(sizes[i] for i in g) < full]
     assert len(short) <= 1, "two buckets that are not full"
+
+
+@given(st.lists(st.floats(1.0, 200.0), min_size=1, max_size=12))
+def test_shares_of_latencies_are_as_many_as_buckets(sizes: list[float]) -> None:
+    """What the program counts tensor by tensor, and `predict` by sizes, is what joining them comes to: what is alone pays its own, and takes nothing off the others."""
+    within = Limit(full_bytes=600.0, alone_bytes=60.0, alpha_s=1.0)
+    paid = sum(Company(n, tuple(sizes)).share(n, within) for n in sizes)
+    together = sum(n for n in sizes if n <= within.alone_bytes)
+    if together < within.full_bytes:
+        assert paid == pytest.approx(len(joined(sizes, within)))
+    assert latencies([(n, 1.0) for n in sizes], 1.0, within) == pytest.approx(paid)
+    # Where another axis shards all of them, each is a half, of halves.
+    halves = [Company(n, tuple(sizes)).share(n / 2, within) for n in sizes]
+    assert halves == pytest.approx([Company(n / 2, tuple(m / 2 for m in sizes)).share(n / 2, within) for n in sizes])

@@ -1,6 +1,6 @@
 """Which collectives of parameters and gradients go in one bucket, before there are any: those of one stretch (`overlap_windows`), at most.
 
-A stretch's gathers are issued at one place and its reductions awaited at one (`autopar.passes.bucket`). How they are placed is not known yet, so a share is of all
+A stretch's gathers are issued at one place and its reductions awaited at one (`autopar.passes.bucket`). How they are placed is not known yet, so a tensor's company is all
 parameters that the stretch reads, or gradients that it makes, of one dtype: where some of them are placed otherwise, and so in a bucket of their own, that bucket's latency
 is counted in part only.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import cached_property
 
+from autopar.cost.buckets import Company
 from autopar.planner.formulation.clusters import Clusters
 from autopar.planner.formulation.program import Program
 
@@ -21,15 +22,14 @@ class Together:
     def __init__(self, program: Program, clusters: Clusters) -> None:
         self.program, self.clusters = program, clusters
 
-    def share(self, value: str, direction: int, is_gradient: bool) -> float:
-        """Of the bytes of its stretch, what one tensor of `value` has, on average: gathered for `direction` (0: forward), or reduced. 1: it is alone."""
+    def companies(self, value: str, direction: int, is_gradient: bool) -> tuple[Company, ...]:
+        """Of the tensors of `value`, gathered for `direction` (0: forward), or reduced: one where all have the same."""
         what = "gradient" if is_gradient else DIRECTIONS[direction]
-        shares = [self._share(tensor, what) for tensor in self.program.q.members[value] if (tensor, what) in self._groups]
-        return sum(shares) / len(shares) if shares else 1.0
+        found = tuple(self._company(tensor, what) for tensor in self.program.q.members[value] if (tensor, what) in self._groups)
+        return found[:1] if len(set(found)) == 1 else found
 
-    def _share(self, tensor: str, what: str) -> float:
-        nbytes = self.program.graph.tensors[tensor].nbytes
-        return nbytes / max(nbytes, self._bytes[self._groups[tensor, what]])
+    def _company(self, tensor: str, what: str) -> Company:
+        return Company(self.program.graph.tensors[tensor].nbytes, tuple(self._bytes[self._groups[tensor, what]]))
 
     @cached_property
     def _groups(self) -> dict[tuple[str, str], Group]:
@@ -47,8 +47,8 @@ class Together:
         return found
 
     @cached_property
-    def _bytes(self) -> dict[Group, float]:
-        total: dict[Group, float] = defaultdict(float)
+    def _bytes(self) -> dict[Group, list[float]]:
+        found: dict[Group, list[float]] = defaultdict(list)
         for (tensor, _), group in self._groups.items():
-            total[group] += self.program.graph.tensors[tensor].nbytes
-        return total
+            found[group].append(self.program.graph.tensors[tensor].nbytes)
+        return {group: sorted(sizes) for group, sizes in found.items()}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.cost import Cost
-from autopar.cost.buckets import shared
+from autopar.cost.buckets import Company, shared
 from autopar.graph.graph import Op, Tensor
 from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
@@ -37,7 +37,9 @@ class Wire:
     reduces: bool = False  # a gradient, which goes to its parameter's storage
     gathered: bool = False  # a parameter
     policies: bool = False
-    shares: dict[int, float] = field(default_factory=dict)  # by stage, of what its collectives may be joined with (`together`)
+    companies: dict[int, tuple[Company, ...]] = field(
+        default_factory=dict
+    )  # by stage, what its collectives may be joined with (`together`)
 
     @property
     def overlaps(self) -> bool:
@@ -58,7 +60,7 @@ class Wires:
         self.program, self.clusters, self.mesh, self.cost, self.training, self.names = program, clusters, mesh, cost, training, names
         self.all: dict[str, Wire] = {}
         self.renamed: dict[str, list[int]] = {}  # by value of which nodes were merged: what each became
-        self.known_sent: dict[tuple[Placement, Placement, float, float], list[tuple[str, float]] | None] = {}
+        self.known_sent: dict[tuple[Placement, Placement, float, tuple[Company, ...]], list[tuple[str, float]] | None] = {}
         self.together = Together(program, clusters)
         self.same: dict[Placement, Placement] = {}  # equal placements are one object: tables find it without comparing
 
@@ -170,23 +172,26 @@ class Wires:
     def arcs(self, w: Wire, have: set[int], want: set[int], stage: int) -> tuple[Arc, ...]:
         places = [self.same.setdefault(p, p) for p in w.nodes]
         itemsize = self.names.itemsize[w.name] = w.nbytes / max(1, math.prod(places[0].shape)) if places else 0.0
-        share = w.shares[stage] = self.together.share(w.name, stage, w.reduces) if self.training.joins and w.overlaps else 1.0
+        found = self.together.companies(w.name, stage, w.reduces) if self.training.joins and w.overlaps else ()
+        w.companies[stage] = found
         out = []
         for src in sorted(have):
             for dst in sorted(want):
                 if src != dst:
-                    sent = self.sent(places[src], places[dst], itemsize, share)
+                    sent = self.sent(places[src], places[dst], itemsize, found)
                     if sent is not None:
                         out.append(Arc(src, dst, self.times(sent, w, stage)))
         return tuple(out)
 
-    def sent(self, src: Placement, dst: Placement, itemsize: float, share: float = 1.0) -> list[tuple[str, float]] | None:
-        """The link and the seconds of every collective from `src` to `dst`. share: of the bytes that one bucket may have."""
-        key = (src, dst, itemsize, share)
+    def sent(self, src: Placement, dst: Placement, itemsize: float, companies: tuple[Company, ...] = ()) -> list[tuple[str, float]] | None:
+        """The link and the seconds of every collective from `src` to `dst`. companies: what they may be joined with."""
+        key = (src, dst, itemsize, companies)
         if key not in self.known_sent:
             steps = moved(src, dst, self.mesh)
             costs = (
-                shared(self.cost, s.kind, s.axes, s.wire_bytes(self.mesh, 1) * itemsize, share) for s in steps or () if s.kind != "slice"
+                shared(self.cost, s.kind, s.axes, s.wire_bytes(self.mesh, 1) * itemsize, companies)
+                for s in steps or ()
+                if s.kind != "slice"
             )
             self.known_sent[key] = None if steps is None else [(c.link, c.seconds) for c in costs]
         return self.known_sent[key]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from autopar.cost.buckets import shared
+from autopar.cost.buckets import Company, shared
 from autopar.cost.compute import compute_dtype, flops
 from autopar.cost.memory import base_name
 from autopar.cost.op_collectives import inside
@@ -156,20 +156,20 @@ class Calls:
         home, itemsize = self.places.home(tensor), f.names.itemsize[self.problem.values[v].name]
         users = life.users(tensor, ("forward", "backward")[direction])
         sized = tuple((kind, axes, n * itemsize) for kind, axes, n in steps)
-        share = wire.shares[direction]
+        companies = wire.companies[direction]
         if wire.reduces and tensor in self.program.params_of_grad:
             made = life.grad_made(tensor)
             name = self.program.params_of_grad[tensor][0]
             wait = self.places.spot(home, life.windows.awaited(made), BEHIND)
-            self._collectives(home, self._leaf(name, home), "gradient", sized, self.places.spot(home, made, MADE, 1), wait, share)
+            self._collectives(home, self._leaf(name, home), "gradient", sized, self.places.spot(home, made, MADE, 1), wait, companies)
         elif wire.overlaps and tensor in self.program.param_of and (reads := users or self._read_again(tensor)):
             first = min(reads)
             name, at = self.program.param_of[tensor], self.places.spot(home, life.windows.issued(first), AHEAD, -1)
-            self._collectives(home, self._leaf(name, home), "parameter", sized, at, self.places.spot(home, first, READ), share)
+            self._collectives(home, self._leaf(name, home), "parameter", sized, at, self.places.spot(home, first, READ), companies)
         else:
             maker = self.program.by_name.get(tensor.split(".")[0])
             said = self._maker(maker, home) if maker is not None else self._leaf(self.program.param_of.get(tensor, tensor), home)
-            self._collectives(home, said, "activation", sized, self._before_readers(tensor, direction, home, users), share=share)
+            self._collectives(home, said, "activation", sized, self._before_readers(tensor, direction, home, users), companies=companies)
 
     def _before_readers(self, tensor: str, direction: int, home: Home, users: list[int]) -> Spot:
         """Where an activation is brought: in front of the first that reads it; of what nobody reads (but the user), behind its making."""
@@ -206,12 +206,12 @@ class Calls:
         steps: tuple[tuple[str, tuple[str, ...], float], ...],
         at: Spot,
         wait: Spot | None = None,
-        share: float = 1.0,
+        companies: tuple[Company, ...] = (),
     ) -> None:
-        """share: of the bytes that are joined in one bucket."""
+        """companies: what it is joined with in one bucket."""
         often = self.f.training.micro_batches if serves == "gradient" else 1
         for kind, axes, sent in steps:
-            c = shared(self.f.cost, kind, axes, sent, share)
+            c = shared(self.f.cost, kind, axes, sent, companies)
             self._emit(home, What(kind, module, c.link, self._stack(home), serves, axes), c.seconds / often, sent, at, wait)
 
     def _moved(self, v: int, k: int, tensor: str) -> None:
