@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -127,12 +128,15 @@ def searched(model: Any, inputs: Any, cluster: Any, batch: int, how: Any, cache:
 
 def planned(model: Any, inputs: Any, cluster: Any, seconds: float) -> dict[str, Any] | None:
     import autopar
+    from autopar.errors import AutoparError
     from autopar.planner.infeasible import InfeasibleError
 
     try:
         plan = autopar.plan(model, inputs, cluster, precision="bf16", micro_batches="auto", options={"seconds": seconds})
     except InfeasibleError:
         return None
+    except AutoparError as e:  # the other cases are asked all the same, and this one counts as lost
+        return {"raised": str(e)}
     told = plan.predicted
     storage = ", ".join(sorted({str(c.storage) for c in plan.params.values()})[:3])
     return {
@@ -159,6 +163,8 @@ def freedoms(plan: Any) -> list[str]:
 
 def verdict(hand: dict[str, Any] | None, mine: dict[str, Any] | None) -> dict[str, Any]:
     """Whether what was found, `mine`, wins, or is worse."""
+    if mine is not None and "raised" in mine:
+        return {"ratio": None, "wins": False, "worse": True}
     if hand is None or mine is None:
         return {"ratio": None, "wins": mine is not None, "worse": hand is not None}
     ratio = hand["step_time_s"] / mine["step_time_s"]
@@ -180,6 +186,8 @@ def by_freedom(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def said(run: dict[str, Any]) -> str:
     def one(x: dict[str, Any] | None) -> str:
+        if x is not None and "raised" in x:
+            return f"raised {x['raised']}"
         return "does not fit" if x is None else f"{x['step_time_s']:.3f} s, {x['layout']}"
 
     which = "plan" if "plan" in run else "search"
@@ -211,6 +219,7 @@ def main() -> None:
         summary["by freedom"] = by_freedom(runs)
     print(summary)
     write(a.out, "python -m benchmarks.hand", {"summary": summary, "runs": runs})
+    sys.exit(1 if summary["worse"] else 0)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ ready; Yuan et al., USENIX ATC '24):  A ( 4 + (N - 4) (1 - alpha) ).
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from autopar.pipeline import Schedule, peak_held
@@ -111,7 +111,7 @@ def params_of(stages: Sequence[Mapping[Piece, int]]) -> Held:
     names = {p.name for stage in stages for p in stage}
     twice = sum(p.shared for stage in stages for p in stage if p.shared and "before" in names and p.name != "before")
     experts = sum(n * p.routed for stage in stages for p, n in stage.items())
-    tensors: Counter[float] = Counter()
+    tensors: dict[float, float] = defaultdict(float)
     for stage in stages:
         for p, n in stage.items():
             for elements, often in p.tensors:

@@ -7,7 +7,7 @@ What lies between two stacks (T5's encoder and decoder) is a piece too. Backward
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -61,7 +61,7 @@ class _Draft:
     backward: list[Workload] = field(default_factory=list)
     recompute: list[Workload] = field(default_factory=list)
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    tensors: Counter[float] = field(default_factory=Counter)
+    tensors: dict[float, float] = field(default_factory=lambda: defaultdict(float))
 
 
 def pieces(found: Found, fusion: str = "compiled") -> tuple[Piece, ...]:
