@@ -10,9 +10,11 @@ import copy
 import itertools
 import math
 import os
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import nn
@@ -45,11 +47,12 @@ from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.layout import Layout
 from autopar.planner.loss_head import is_chunked
-from autopar.planner.micro_batches import fastest, of_the_call
+from autopar.planner.micro_batches import fastest, from_the_middle, of_the_call
 from autopar.planner.offload import Offload
 from autopar.planner.planning import least_of
 from autopar.planner.propagate import propagate
 from autopar.planner.request import asked, following, make_plan, refuse_other_mesh, training_config
+from autopar.planner.roomy import roomy
 from autopar.planner.staged import of_a_stage
 from autopar.planner.storage import param_choice
 from autopar.runtime.as_stored import AsStored
@@ -328,8 +331,20 @@ class Builder:
                 )
         return {n: params[n].dtype for n in graph.params}, frozenset(n for n in graph.params if params[n].requires_grad)
 
-    def choose(self, numbers: Sequence[int], task: Callable[[int], Seen]) -> None:
-        """Plans each of these numbers of micro-batches for the call whose program `task` captures, and takes what is fastest. Collective."""
+    def choose(self, numbers: Sequence[int], samples: int, task: Callable[[int], Seen]) -> None:
+        """Plans each of these numbers of micro-batches for the call whose program `task` captures, and takes what is fastest: from those on that leave room in memory. samples: of
+        all ranks. Collective."""
+        began, limits, task = time.perf_counter(), self.config.request.limits, cache(task)
+
+        def is_late() -> bool:
+            late = not limits.in_proportion and time.perf_counter() > began + limits.seconds
+            return bool(from_first(self.groups, lambda: "late" if late else ""))
+
+        def first() -> str:
+            self.micro_batches, whole = 1, task(1)
+            s = self.training(*self.parameters(whole.graph))
+            forms = Forms(whole, self.chunked, self.mesh.size, s.budget_bytes, self.config.request.least)
+            return str(min(roomy(numbers, p.folded, self.mesh.size, s, samples) for p in forms.of.values()))
 
         def least_s(m: int, found: Seen) -> float:
             self.micro_batches = m
@@ -344,7 +359,9 @@ class Builder:
                 return self.make_plan(found, *self.parameters(found.graph))
 
         try:
-            self.chosen, best = fastest(numbers, task, least_s, planned)
+            task(1)
+            middle = int(from_first(self.groups, first))
+            self.chosen, best = fastest(from_the_middle(numbers, middle), task, least_s, planned, is_late, gap=limits.gap)
             self.micro_batches = best.number
         except BaseException:
             self.micro_batches = 0

@@ -96,7 +96,8 @@ class MicroBatches:
             whole.append(batch)
             return builder.seen(call, reader.global_shapes(parts[0].call), True, autocast, True, (), None if m == 1 else whole[0])
 
-        builder.choose(candidates(samples_in(call)), task)
+        samples = samples_in(call)
+        builder.choose(candidates(samples), samples * builder.mesh.size if local else samples, task)
 
     def run(self, module: Parted, call: Call, parted: PartedCall, tensors: Tensors) -> PartedRun:
         builder, counters = module._builder, functools.cache(module._counters)
