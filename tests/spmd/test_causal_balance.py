@@ -23,7 +23,6 @@ from autopar.planner.layout import Layout
 from autopar.planner.planning import plan_graph
 from autopar.planner.propagate import propagate
 from autopar.rules import lookup
-from autopar.rules.strategy import is_legal
 from autopar.solver.solve import Limits
 from tests.models import ZOO
 from tests.spmd.simulate import Prepared, fake_world, one_device, prepare, simulated
@@ -38,18 +37,16 @@ def prepared(name: str, batch: int, seq: int) -> tuple[Prepared, dict[str, torch
     return prepare(zoo.build(2).train(), inputs, zoo.compile.get("loss_fn")), inputs
 
 
-def forced(p: Prepared, plan: Plan, blocks: int) -> Plan:
+def split_evenly(plan: Plan, blocks: int, queries: int) -> Plan:
     """`plan` with all axes on the queries of attention, within each of so many blocks."""
     ops = dict(plan.ops)
-    for op in p.graph.ops:
-        rule = lookup(op)
-        if rule.kind == "attention":
-            left, strategy = rule.factors["q"].size // blocks, {}
+    for name, op in plan.ops.items():
+        if op.kind == "attention":
+            left, strategy = queries // blocks, {}
             for a in plan.mesh.axes:
                 left //= a.size
                 strategy[a.name] = ("q", left)
-            assert is_legal(rule, strategy, plan.mesh), op.name
-            ops[op.name] = replace(ops[op.name], strategy=strategy, partial={})
+            ops[name] = replace(op, strategy=strategy, partial={})
     return replace(plan, ops=ops)
 
 
@@ -87,7 +84,7 @@ def run(name: str, axes: dict[str, int], blocks: int, batch: int, seq: int) -> N
     p, inputs = prepared(name, batch, seq)
     trainable = frozenset(n for n, q in p.model.named_parameters() if q.requires_grad)
     plan = propagate(p.graph, Layout.of("ddp" if batch > 1 else "tp", Mesh.of(axes)), axes, trainable)
-    check(name, p, inputs, axes, forced(p, plan, blocks))
+    check(name, p, inputs, axes, split_evenly(plan, blocks, seq))
 
 
 def test_planned(monkeypatch: pytest.MonkeyPatch) -> None:
