@@ -119,6 +119,23 @@ class Twice(Plain):
         return Output(self.loss(self.head(h), labels) + 0.3 * self.loss(self.head(h * h), labels))
 
 
+class ZLoss(Plain):
+    """Scores are held near zero by the square of their log-sum-exp."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return super().loss(logits, labels) + 1e-2 * torch.logsumexp(logits, dim=-1).square().mean()
+
+
+class ZLossFirst(Plain):
+    """Of tokens that count, before the cross-entropy, which is smoothed; of rows."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        rows, y = logits.float().view(-1, WORDS), labels.view(-1)
+        lse = rows.logsumexp(1, keepdim=True).squeeze(1)
+        held = (lse.square() * (y != -100)).sum() / 50
+        return held + F.cross_entropy(rows, y, label_smoothing=0.1)
+
+
 # ---- whose logits are used otherwise, or are no such thing ---------------------------------------------------------
 
 
@@ -140,6 +157,13 @@ class Weighted(Plain):
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), self.weights)
+
+
+class ZLossOfOthers(Plain):
+    """The log-sum-exp is that of other scores."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return super().loss(logits, labels) + 1e-2 * torch.logsumexp(2 * logits, dim=-1).square().mean()
 
 
 class Squashed(Plain):
@@ -211,6 +235,8 @@ HEADS: dict[str, Callable[[int, int], Head]] = {
     "added": plain(Added),
     "added row": plain(AddedRow),
     "twice": plain(Twice),
+    "z-loss": plain(ZLoss, bias=True),
+    "z-loss first": plain(ZLossFirst),
     "loss_fn": _by_loss_fn,
     "llama": _zoo("llama"),
     "gpt2": _zoo("gpt2"),
@@ -225,6 +251,7 @@ NO_HEADS: dict[str, Callable[[int, int], Head]] = {
     "also penalised": plain(AlsoPenalised),
     "weighted": plain(Weighted),
     "squashed": plain(Squashed),
+    "z-loss of others": plain(ZLossOfOthers),
     "masked": plain(Masked),
     "normed": plain(Normed),
 }

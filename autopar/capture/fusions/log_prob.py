@@ -3,7 +3,7 @@
     picked, total, lse = linear_log_prob(h, w, b, y),    logp = picked - lse,    nll_loss(logp as scores of one class, 0 where y counts)
 
 The loss stays torch's own, on the log-probability of the target alone: its means, sums, counts and what it ignores. A target that is no class is still an error: as
-floor(y / V) it is none of the one class either. With label smoothing the sum of all log-probabilities is total - V lse.
+floor(y / V) it is none of the one class either. With label smoothing the sum of all log-probabilities is total - V lse; a z-loss reads lse.
 """
 
 from __future__ import annotations
@@ -54,12 +54,17 @@ class _Rewriting:
         if self.head.total is not None:
             total = forward(aten.sub.Tensor, forward(_torch.getitem, log_prob, 1), forward(aten.mul.Tensor, lse, self.words))
             self.later(self.head.total, _cast(total, self.narrow, forward))
+        for n in self.head.normal:
+            self.later(n, _cast(forward(aten.view.default, lse, list(shape(n))), n.meta["val"].dtype, forward))
         if self.head.gradients is not None:
             self.backward(self.head.gradients, of_one, operands, lse, steps)
 
     def backward(self, g: Gradients, of_one: tuple[Any, ...], operands: tuple[Any, ...], lse: fx.Node, steps: list[fx.Node]) -> None:
+        order = {n: i for i, n in enumerate(self.write.graph.nodes)}
+        last = max((g.softmax, *(product for _, product in g.normal)), key=order.__getitem__)  # then every gradient is there
+
         def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-            return self.write.call(g.softmax, g.softmax, target, *args, **kwargs)
+            return self.write.call(last, g.softmax, target, *args, **kwargs)
 
         wide = lse.meta["val"].dtype
         start = call(LOSS_BACKWARD, g.start.args[0], *of_one, g.start.args[6])
@@ -68,6 +73,8 @@ class _Rewriting:
         if g.total is not None:
             of_total = _cast(call(aten.squeeze.dim, g.total, 1), wide, call)
             of_lse = call(aten.sub.Tensor, of_lse, call(aten.mul.Tensor, of_total, self.words))
+        for column, _ in g.normal:
+            of_lse = call(aten.add.Tensor, of_lse, _cast(call(aten.view.default, column, list(shape(lse))), wide, call))
         wanted = [bool(g.of_h), bool(g.of_w or g.of_w_turned), bool(g.of_b)]
         given = (of_target, of_total, of_lse, *operands, lse, self.layer.scale, self.layer.cap, TILE, wanted)
         made = call(linear_log_prob_backward._opoverload, *given)

@@ -15,7 +15,7 @@ from torch import fx
 from autopar.capture.fusions.graph import SAME, VIEWS, aten, looked_at, shape, transposed
 
 # What may be done to rows without touching scores: views that keep the last dim, copies, casts, parts of the other dims.
-_COPIES = (aten.clone.default, aten._to_copy.default, *SAME)
+COPIES = (aten.clone.default, aten._to_copy.default, *SAME)
 
 
 @dataclass
@@ -75,7 +75,7 @@ def logits_of(scores: fx.Node) -> Logits | None:
                 rows.append(n)
             elif shape(n)[:-1] != shape(source)[:-1]:
                 rows.append(n)
-        elif n.target in _COPIES:
+        elif n.target in COPIES:
             if not n.meta["val"].dtype.is_floating_point or not source.meta["val"].dtype.is_floating_point:
                 return None
         elif (by := _times(n)) is not None:

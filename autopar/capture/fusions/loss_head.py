@@ -1,6 +1,6 @@
 """A linear layer under a cross-entropy, forward and backward: where there is one in a captured graph.
 
-    nll_loss(log_softmax(rows of cap tanh(s (h w^T + b) / cap)), y), and with label smoothing a sum of the log-probabilities as well
+    nll_loss(log_softmax(rows of cap tanh(s (h w^T + b) / cap)), y), and with label smoothing a sum of the log-probabilities as well, with a z-loss the log-sum-exp of the same rows
 
 In backward, what leads from that loss to the products that make the gradients of h and w is, by the chain rule, the derivative of what was found, however it is written; so
 it is not compared operator by operator. It has to read nothing but what belongs to the pattern, and to lead nowhere else.
@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import fx
 
-from autopar.capture.fusions.graph import SAME, aten, escapes, is_matrix, is_turned, looked_at, same, shape
-from autopar.capture.fusions.logits import Logits, logits_of
+from autopar.capture.fusions.graph import SAME, VIEWS, aten, escapes, is_matrix, is_turned, looked_at, same, shape
+from autopar.capture.fusions.logits import COPIES, Logits, logits_of
 
 LOSS, LOSS_BACKWARD = aten.nll_loss_forward.default, aten.nll_loss_backward.default
 SOFTMAX, SOFTMAX_BACKWARD = aten._log_softmax.default, aten._log_softmax_backward_data.default
@@ -22,12 +22,13 @@ SOFTMAX, SOFTMAX_BACKWARD = aten._log_softmax.default, aten._log_softmax_backwar
 
 @dataclass
 class Gradients:
-    """What backward makes of the pattern. start: the loss's own; softmax: that of the scores; total: that of the sum of log-probabilities, one number a token. Results: by
-    h, w, w^T and b, the nodes that are their gradients."""
+    """What backward makes of the pattern. start: the loss's own; softmax: that of the scores; total: that of the sum of log-probabilities, one number a token; normal: those of
+    the log-sum-exps, one number a token each, and the calls that multiply probabilities by them. Results: by h, w, w^T and b, the nodes that are their gradients."""
 
     start: fx.Node
     softmax: fx.Node
     total: fx.Node | None
+    normal: list[tuple[fx.Node, fx.Node]]
     of_h: list[fx.Node]
     of_w: list[fx.Node]
     of_w_turned: list[fx.Node]
@@ -40,11 +41,13 @@ class Gradients:
 
 @dataclass
 class LossHead:
-    """loss: the call; log_p: what it reads; total: the sum of all log-probabilities of a token, if the loss is smoothed. gradients: None where there is no backward."""
+    """loss: the call; log_p: what it reads; total: the sum of all log-probabilities of a token, if the loss is smoothed; normal: log-sum-exps of the scores, as a z-loss reads
+    them. gradients: None where there is no backward."""
 
     loss: fx.Node
     log_p: fx.Node
     total: fx.Node | None
+    normal: list[fx.Node]
     logits: Logits
     gradients: Gradients | None
 
@@ -75,17 +78,37 @@ def _head(loss: fx.Node) -> LossHead | None:
         return None
     total = totals[0] if totals else None
     inside = _named({log_p, *logits.nodes})
+    rows = _as_scores(logits)
+    normal = [u for n in rows for u in _readers(n) if _is_normaliser(u, n)]
     gradients = None
     if backward:
-        found = _gradients(backward[0], loss, log_p, logits, inside)
+        found = _gradients(backward[0], loss, log_p, logits, inside, rows, normal)
         if found is None:
             return None
         gradients, ours = found
         inside |= ours
     # The loss and the total are made of something else instead; all other users of what is inside have to be inside.
-    if escapes(inside, {loss, *([total] if total is not None else []), *(gradients.results if gradients else ())}):
+    if escapes(inside, {loss, *normal, *([total] if total is not None else []), *(gradients.results if gradients else ())}):
         return None
-    return LossHead(loss, log_p, total, logits, gradients)
+    return LossHead(loss, log_p, total, normal, logits, gradients)
+
+
+def _as_scores(logits: Logits) -> list[fx.Node]:
+    """What has the scores' rows, by other names, in other shapes or dtypes: the scores first."""
+    out = list[fx.Node]()
+    for n in logits.nodes:
+        out.append(n)
+        source = n.args[0]
+        if n.target not in (*VIEWS, *COPIES) or not isinstance(source, fx.Node) or shape(source)[-1:] != shape(n)[-1:]:
+            break
+    return out
+
+
+def _is_normaliser(u: fx.Node, of: fx.Node) -> bool:
+    if u.target is not aten.logsumexp.default or u.kwargs:
+        return False
+    dims: Any = u.args[1]
+    return list(dims) in ([-1], [len(shape(of)) - 1])
 
 
 def _readers(n: fx.Node) -> list[fx.Node]:
@@ -104,7 +127,7 @@ def _named(nodes: set[fx.Node]) -> set[fx.Node]:
 
 
 def _gradients(
-    start: fx.Node, loss: fx.Node, log_p: fx.Node, logits: Logits, forward: set[fx.Node]
+    start: fx.Node, loss: fx.Node, log_p: fx.Node, logits: Logits, forward: set[fx.Node], rows: list[fx.Node], normal: list[fx.Node]
 ) -> tuple[Gradients, set[fx.Node]] | None:
     """And all that lies on the way to them."""
     if same(start.args[2]) is not same(loss.args[1]) or start.args[3:6] != loss.args[2:5]:
@@ -116,22 +139,39 @@ def _gradients(
     if total is None:
         return None
     total_node, inside = total
-    found = Gradients(start, softmax[0], total_node, [], [], [], [])
-    inside |= {start, softmax[0]}
-    todo = [softmax[0]]
-    while todo:
-        n = todo.pop()
-        for u in n.users:
-            if u in inside or u in found.results:
-                continue
-            kind = _result(u, n, logits)
-            if kind:
-                getattr(found, kind).append(u)
-                continue
-            if u.op != "call_function" or any(a not in inside and a not in forward for a in u.all_input_nodes):
-                return None
-            inside.add(u)
-            todo.append(u)
+    normals, probabilities = _normal(rows, normal)
+    found = Gradients(start, softmax[0], total_node, normals, [], [], [], [])
+    inside |= {start, softmax[0], *probabilities}
+    reached = {softmax[0], *(product for _, product in normals)}
+    for u in log_p.graph.nodes:
+        of = [n for n in u.all_input_nodes if n in reached]
+        if not of or u in inside:
+            continue
+        kind = next((k for n in of if (k := _result(u, n, logits))), "")
+        if kind:
+            getattr(found, kind).append(u)
+            continue
+        if u.op != "call_function" or any(a not in inside and a not in forward for a in u.all_input_nodes):
+            return None
+        inside.add(u)
+        reached.add(u)
+    return found, inside
+
+
+def _normal(rows: list[fx.Node], normal: list[fx.Node]) -> tuple[list[tuple[fx.Node, fx.Node]], set[fx.Node]]:
+    """Of the log-sum-exps: g exp(scores - lse), as its gradient has it; (g, that product), and all that they are made of but g."""
+    found, inside = list[tuple[fx.Node, fx.Node]](), set[fx.Node]()
+    for lse in normal:
+        names = _named({lse})
+        columns = _named({*names, *(u for n in names for u in n.users if u.target is aten.unsqueeze.default)})
+        takers = [u for c in columns for u in c.users if u.target is aten.sub.Tensor and u.args[1] is c and not u.kwargs]
+        for less in (u for u in takers if any(same(u.args[0]) is same(n) for n in rows)):
+            for exp in (u for u in less.users if u.target is aten.exp.default):
+                for product in (u for u in exp.users if u.target is aten.mul.Tensor and not u.kwargs):
+                    others = [a for a in product.args if a is not exp]
+                    if len(others) == 1 and isinstance(others[0], fx.Node) and shape(others[0]) == (*shape(product)[:-1], 1):
+                        found.append((others[0], product))
+                        inside |= {less, exp, product}
     return found, inside
 
 
