@@ -6,7 +6,8 @@
 A case is model,cluster,mesh,batch[,layers=N][,seq=N][,memory=BYTES][,offload=host][,points=N]; with points it is `autopar frontier`. Sequences are of --seq tokens, the computation in bfloat16. Every case is the command
 `autopar plan` in a process of its own, so the times are those a user waits. Imports are reported apart: they are torch's and
 transformers', and the same for every plan. Seconds of the processor are reported beside seconds of the clock: on a busy machine only
-they compare. --growth adds cases that grow in depth, axes and devices; --plot draws them.
+they compare. --growth adds cases that grow in depth, axes and devices; --plot draws them. --every adds every model of autopar/models on one, two and three axes of as many nodes
+as its state needs, or those of --models.
 """
 
 from __future__ import annotations
@@ -53,10 +54,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="the solver's time limit")
     parser.add_argument("--repetitions", type=int, default=1, help="the fastest by the clock is reported")
     parser.add_argument("--growth", action="store_true")
+    parser.add_argument("--every", action="store_true")
+    parser.add_argument("--models", default="", help="of --every, comma-separated")
     parser.add_argument("--plot", type=Path, help="where to draw growth (HTML)")
     parser.add_argument("--out", type=Path)
     a = parser.parse_args()
-    cases = [*(a.case or CASES), *(GROWTH if a.growth else [])]
+    cases = [
+        *(a.case or ([] if a.every or a.growth else CASES)),
+        *(GROWTH if a.growth else []),
+        *(every(a.models, a.seq) if a.every else []),
+    ]
     rows = []
     for case in dict.fromkeys(cases):
         row = min((measured(case, a.seq, a.seconds) for _ in range(a.repetitions)), key=lambda r: r["command_s"])
@@ -65,6 +72,23 @@ def main() -> None:
     write(a.out, "python -m benchmarks.planning", {"seq": a.seq, "rows": rows})
     if a.plot:
         draw(rows, a.plot)
+
+
+def every(names: str, seq: int) -> list[str]:
+    """Cases of models on 8 devices a node, of which parameters, gradients and AdamW's state in mixed precision fill two fifths at most, two sequences a device."""
+    from autopar.models.configs import build, config
+    from autopar.models.table import TABLE
+    from benchmarks.layouts import positions
+
+    found = []
+    for name in filter(None, names.split(",")) if names else TABLE:
+        state = 18 * sum(p.numel() for p in build(config(name)).parameters())
+        nodes = 2
+        while state > 0.4 * nodes * 8 * 80e9:
+            nodes *= 2
+        meshes = (f"{8 * nodes}", f"{nodes}x8", f"{nodes}x4x2")
+        found += [f"{name},h100:{nodes}x8,{mesh},{16 * nodes},seq={positions(name, seq)}" for mesh in meshes]
+    return found
 
 
 def command_of(case: str, seq: int, seconds: float, out: Path) -> list[str]:
