@@ -45,19 +45,23 @@ def best_of(
     rest: Iterable[dict[str, int]],
     planned: Callable[[Mapping[str, int], int | str], Plan],
     number: int | str,
-    is_late: Callable[[], bool],
+    left_s: Callable[[], float] = lambda: math.inf,
+    by_hand: Callable[[Mapping[str, int], int | str], Plan] | None = None,
 ) -> Plan:
-    """The fastest plan on `first` and, where they may be better, on `rest`; it says what the others take. planned: on a mesh, with a number of micro-batches.
-    Raises what planning on `first` raises: what fits on no plan of that hardly fits elsewhere."""
+    """The fastest plan on `first` and, where they may be better, on `rest`; it says what the others take. planned: on a mesh, with a number of micro-batches; left_s: seconds that planning
+    may still take; by_hand: as `planned`, soon, since it is a hand layout: where less is left than the first mesh took. Raises what planning on `first` raises: what fits on no plan
+    of that hardly fits elsewhere."""
     best, axes = planned(first, number), first
+    took_s = float(best.solver.get("seconds", 0.0))
     tries = best.micro_batches if number == AUTO else number
     tried = {said(first): format_time(best.predicted["step_time_s"])}
     for other in rest if may_be_better(best) else ():
-        if is_late():
+        left = left_s()
+        if left <= 0:
             tried[said(other)] = "not tried, for want of time"
             continue
         try:
-            plan = planned(other, tries)
+            plan = by_hand(other, tries) if by_hand is not None and left < took_s else planned(other, tries)
         except InfeasibleError:
             tried[said(other)] = "does not fit"
             continue
@@ -67,7 +71,7 @@ def best_of(
         tried[said(other)] = format_time(plan.predicted["step_time_s"])
         if plan.predicted["step_time_s"] < (1 - SAME) * best.predicted["step_time_s"]:
             best, axes = plan, other
-    if axes is not first and tries != number and not is_late():
+    if axes is not first and tries != number and left_s() > took_s:
         best = planned(axes, number)
     if len(tried) == 1:
         return best

@@ -45,7 +45,7 @@ from autopar.planner.micro_batches import AUTO, candidates, checked, fastest, fr
 from autopar.planner.more_micro_batches import bound_of_more
 from autopar.planner.offload import Offload
 from autopar.planner.other_form import instead_of
-from autopar.planner.planning import least_of, plan_graph, within
+from autopar.planner.planning import fsdp_tp, least_of, plan_graph, within
 from autopar.planner.precision import Precision
 from autopar.planner.refit import modules_of, served
 from autopar.planner.request import limits_of, training_config
@@ -56,6 +56,7 @@ from autopar.solver.fold import Folded, fold
 from autopar.solver.solve import Limits
 from autopar.text.stages import Begun
 
+FIRST_MESH = 0.8  # of the time that there is, for the first of several meshes
 Captures = dict[int, WholeBatch]
 
 
@@ -134,7 +135,7 @@ def plan(
     axes = mesh_axes(mesh, where)
     try:
         if mesh is None and layout is None and not least:
-            made = best_of(axes, others(where), planner.plan, number, planner.is_late)
+            made = planner.best_of(axes, list(others(where)), number)
         else:
             made = planner.plan(axes, number)
     except InfeasibleError as e:
@@ -163,8 +164,35 @@ class _Planner:
             tuple[tuple[int, ...], int], Callable[[], float]
         ] = {}  # says what no plan of a multiple of so many micro-batches takes less than
 
+    def best_of(self, first: Mapping[str, int], rest: Sequence[dict[str, int]], number: int | str) -> Plan:
+        """On the best of several meshes: the first one has not all of the time."""
+        whole = self.limits
+
+        def planned(axes: Mapping[str, int], number: int | str) -> Plan:
+            self.limits = replace(whole, seconds=FIRST_MESH * whole.seconds) if rest and axes is first and number == asked else whole
+            try:
+                return self.plan(axes, number)
+            finally:
+                self.limits = whole
+
+        asked = number
+        return best_of(first, rest, planned, number, self.left_s, self.by_hand)
+
+    def left_s(self) -> float:
+        return math.inf if self.limits.in_proportion else self.on_progress.start + self.limits.seconds - time.perf_counter()
+
     def is_late(self) -> bool:
-        return not self.limits.in_proportion and time.perf_counter() > self.on_progress.start + self.limits.seconds
+        return self.left_s() < 0
+
+    def by_hand(self, axes: Mapping[str, int], number: int | str) -> Plan:
+        """The best plan of data and tensor parallelism on a mesh, which is soon found."""
+        assert isinstance(number, int)
+        t = self.captured(number).on(axes)
+        made = self.form(number, t, t, False, fsdp_tp(tuple(axes)))
+        bound_s = min(self.least_s(number, t), made.predicted["step_time_s"])  # of all plans there, not of this layout's
+        return replace(made, solver={**made.solver, "bound_s": bound_s, "gap": 1 - bound_s / made.predicted["step_time_s"]}).answering_as(
+            made
+        )
 
     def plan(self, axes: Mapping[str, int], number: int | str) -> Plan:
         """On a mesh, as so many micro-batches, or as many as is fastest (AUTO)."""
@@ -206,8 +234,9 @@ class _Planner:
     def least_s(m: int, t: Task) -> float:
         return m * least_of(t.folded, t.mesh_axes, t.cluster, t.training)
 
-    def form(self, m: int, t: Task, first: Task, says_other: bool) -> Plan:
-        """Of one form of the step, `t`, of which `first` is the one that is planned first. Without a limit of time, what is planned first has what capturing it took counted."""
+    def form(self, m: int, t: Task, first: Task, says_other: bool, hand: Layout | None = None) -> Plan:
+        """Of one form of the step, `t`, of which `first` is the one that is planned first. Without a limit of time, what is planned first has what capturing it took counted. hand: what
+        it is kept to, instead of the layout that was asked for."""
         since = None if self.has_begun and self.limits.in_proportion else self.on_progress.start
         self.has_begun = True
         instead = other_of(t)
@@ -217,7 +246,7 @@ class _Planner:
                 self.more[tuple(t.mesh_axes.values()), m] = cache(lambda: m * bound_of_more(stages, instead))
 
         found = plan_graph(
-            t.folded, t.mesh_axes, t.cluster, t.training, self.limits, self.on_progress, self.layout, self.least, since,
+            t.folded, t.mesh_axes, t.cluster, t.training, self.limits, self.on_progress, hand or self.layout, self.least, since,
             instead if says_other else None, keep,
         )  # fmt: skip
         training = within(t.training, found.plan) if self.least else t.training

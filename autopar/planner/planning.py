@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.errors import AutoparError, LayoutError
@@ -125,12 +125,18 @@ class Step:
                 yield replace(self, folded=folded, stages=larger)
 
     def beside_hand(self, done: Found) -> Found:
-        """`done`, or the best plan that is FSDP, where that is faster: a program with less to choose, whose memory is better used in the same time. Only where the gap allows it."""
+        """`done`, or the best plan that is FSDP, or FSDP and tensor parallelism, where that is faster: a program with less to choose, whose memory is better used in the same time.
+        Only where the gap allows it."""
+        every = tuple(n for n, size in self.mesh.parents.items() if size > 1)
+        done = self.beside(done, HAND_GAP, Layout(data=every, shard=every))
+        return self.beside(done, LARGE_GAP, fsdp_tp(every)) if len(every) > 1 else done
+
+    def beside(self, done: Found, gap: float, hand: Layout) -> Found:
+        """`done`, or the best plan that is `hand`, where that is faster, and a gap of more than `gap` allows it."""
         s, found = self.stages, done.answer
-        if not isinstance(found, Solution) or found.gap <= HAND_GAP or time.perf_counter() + HAND_LEAST_S > s.until:
+        if not isinstance(found, Solution) or found.gap <= gap or time.perf_counter() + HAND_LEAST_S > s.until:
             return done
-        every = tuple(self.mesh.parents)
-        hand = Layout(data=every, shard=every, reshard_after_forward=not s.training.keeps_gathered)
+        hand = replace(hand, reshard_after_forward=not s.training.keeps_gathered)
         spent_s = time.perf_counter() - s.start
         limits = replace(s.limits, seconds=min(s.limits.seconds, spent_s + HAND_S), in_proportion=False)
         try:
@@ -147,6 +153,11 @@ class Step:
         s = self.stages
         free = replace(self.folded, graph=untagged(self.folded.graph))
         return replace(self, folded=free, stages=Stages(free, s.mesh, s.cluster, s.training, s.limits, s.on_progress, s.restrict))
+
+
+def fsdp_tp(axes: Sequence[str]) -> Layout:
+    """Tensors split over the last axis, data and what is stored over the others; what is gathered may be kept."""
+    return Layout(data=tuple(axes[:-1]), shard=tuple(axes[:-1]), tensor=tuple(axes[-1:]), reshard_after_forward=False)
 
 
 def plan_graph(

@@ -33,7 +33,7 @@ from autopar.planner.low_memory import low_memory_strategies
 from autopar.planner.merged_axes import axes_said, merged
 from autopar.planner.segments import Segments, at_share, suggested
 from autopar.planner.views import View, view
-from autopar.planner.without_solver import by_descent
+from autopar.planner.without_solver import all_kept, by_descent
 from autopar.rules.grammar import Rule
 from autopar.solver.fold import Folded
 from autopar.solver.frontier import EXACT, Relaxation
@@ -226,7 +226,13 @@ class Stages:
             return done
         bound_s = seen.bound_s
         self.so_far(mesh, bound_s, None)
-        best = self.cut(mesh, seen.decision.strategies, bound_s, None, coarse)
+        try:
+            best = self.cut(mesh, seen.decision.strategies, bound_s, None, coarse)
+        except TimeoutError:
+            best = self.all_kept(v, mesh, seen.decision.strategies, bound_s)
+            if best is None:
+                raise NoAnswer("at the strategies that were found, nothing fits that is found without a solver", bound_s) from None
+            return best
         if not coarse and not is_within(best, self.limits.gap) and 2 * (time.perf_counter() - self.start) < self.limits.seconds:
             # What is missing may be the bound's: its program was allowed the whole gap.
             bound_s, best = self.nearer(mesh, problem, seen.decision.strategies, bound_s, best)
@@ -237,6 +243,19 @@ class Stages:
             stopped = "cuts" if best.answer.gap > self.limits.gap and best.answer.stopped_by == "gap" else best.answer.stopped_by
             best = replace(best, answer=replace(best.answer, seconds=spent, stopped_by=stopped, variables=seen.variables, rows=seen.rows))
         return best
+
+    def all_kept(self, v: View, mesh: Mesh, strategies: Sequence[int], bound_s: float) -> Found | None:
+        """At these strategies, where there is no time for cuts: everything kept that backward reads, if that fits."""
+        with watching(until=math.inf):
+            narrow, only = self.formulated(v, mesh, only=strategies)
+            answer = all_kept(only)
+        if answer is None:
+            return None
+        self.has_answer = True
+        answer = replace(answer, bound_s=min(bound_s, answer.objective_s), seconds=time.perf_counter() - self.start)
+        found = Found(mesh, only, narrow.names, v.shrunk, v.rules, answer, narrow.formulated())
+        self.so_far(mesh, bound_s, found)
+        return found
 
     def nearer(
         self, mesh: Mesh, problem: Problem, strategies: Sequence[int], bound_s: float, best: Found | None

@@ -32,12 +32,17 @@ def by_descent(
     ways = [f.all_strategies(x) for x in descend(problem, starts, lambda: time.perf_counter() > end)]
     for strategies in ways:
         narrow, only = formulated(strategies)
-        decision = Descent(only).decision((0,) * len(only.choices))
-        price = evaluate(only, decision)
-        if price.feasible:
-            return found(narrow, only, Solution(decision, price, 0.0, 0.0, "time", 0, 0))
+        if (kept := all_kept(only)) is not None:
+            return found(narrow, only, kept)
     best: Found | None = None
     for strategies in ways[:TRIED]:
         with contextlib.suppress(TimeoutError):
             best = cut(strategies, best)
     return best
+
+
+def all_kept(only: Problem) -> Solution | None:
+    """All that backward reads is kept; None where that does not fit. only: at strategies, with nothing else to choose."""
+    decision = Descent(only).decision((0,) * len(only.choices))
+    price = evaluate(only, decision)
+    return Solution(decision, price, 0.0, 0.0, "time", 0, 0) if price.feasible else None

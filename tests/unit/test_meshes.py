@@ -60,7 +60,7 @@ def test_the_best_mesh_is_planned_with_any_number_of_micro_batches() -> None:
             ("dp=4 x tp=2", AUTO): plan_of(TWO, 8.0),
         }
     )  # fmt: skip
-    found = best_of(FIRST, (FOUR, TWO), planner, AUTO, lambda: False)
+    found = best_of(FIRST, (FOUR, TWO), planner, AUTO)
     assert found.mesh_axes == TWO and found.predicted["step_time_s"] == 8.0 and planner.asked[-1] == ("dp=4 x tp=2", AUTO)
     assert found.solver[TRIED] == "dp=8: 10.00 s; dp=2 x tp=4: does not fit; dp=4 x tp=2: 9.000 s"
     text = replace(any_plan(), solver={**any_plan().solver, TRIED: found.solver[TRIED]}).text()
@@ -69,7 +69,7 @@ def test_the_best_mesh_is_planned_with_any_number_of_micro_batches() -> None:
 
 def test_no_other_where_none_may_be_better() -> None:
     planner = Planner({("dp=8", 2): plan_of(FIRST, 10.0, 0.05)})
-    assert TRIED not in best_of(FIRST, (FOUR, TWO), planner, 2, lambda: False).solver
+    assert TRIED not in best_of(FIRST, (FOUR, TWO), planner, 2).solver
     again = replace(plan_of(FIRST, 10.0, 0.0), recompute=frozenset({"mm"}))
     assert may_be_better(again)
     for used, is_worth_it in ((0.5, False), (0.99, True)):
@@ -85,18 +85,28 @@ def test_others_are_tried_with_the_number_that_is_best_on_the_first() -> None:
         ("dp=4 x tp=2", 4): plan_of(TWO, 10.0),
     }
     planner = Planner(four)
-    assert best_of(FIRST, (FOUR, TWO), planner, AUTO, lambda: False).mesh_axes == FIRST  # a tie
+    assert best_of(FIRST, (FOUR, TWO), planner, AUTO).mesh_axes == FIRST  # a tie
     assert planner.asked == list(four)
     with pytest.raises(InfeasibleError):
-        best_of(FIRST, (FOUR, TWO), Planner({("dp=8", 2): InfeasibleError("memory", 1, "")}), 2, lambda: False)
+        best_of(FIRST, (FOUR, TWO), Planner({("dp=8", 2): InfeasibleError("memory", 1, "")}), 2)
 
 
 def test_without_time_the_first_is_the_plan() -> None:
     planner = Planner({("dp=8", AUTO): plan_of(FIRST, 10.0)})
-    found = best_of(FIRST, (FOUR, TWO), planner, AUTO, lambda: True)
+    found = best_of(FIRST, (FOUR, TWO), planner, AUTO, lambda: 0.0)
     assert found.mesh_axes == FIRST and found.solver[TRIED].count("not tried, for want of time") == 2
     failing = Planner({("dp=8", 1): plan_of(FIRST, 10.0), **{(said(m), 1): AutoparError("no plan in time") for m in (FOUR, TWO)}})
-    assert best_of(FIRST, (FOUR, TWO), failing, 1, lambda: False).solver[TRIED].count("no plan was found") == 2
+    assert best_of(FIRST, (FOUR, TWO), failing, 1).solver[TRIED].count("no plan was found") == 2
+
+
+def test_where_less_is_left_than_the_first_took_others_are_planned_by_hand() -> None:
+    first = plan_of(FIRST, 10.0)
+    planner = Planner({("dp=8", 1): replace(first, solver={"seconds": 30.0})})
+    hand = Planner({("dp=2 x tp=4", 1): plan_of(FOUR, 8.0), ("dp=4 x tp=2", 1): plan_of(TWO, 9.0)})
+    found = best_of(FIRST, (FOUR, TWO), planner, 1, lambda: 20.0, hand)
+    assert found.mesh_axes == FOUR and len(hand.asked) == 2 and len(planner.asked) == 1
+    planner.of = {**planner.of, **hand.of}
+    assert best_of(FIRST, (FOUR, TWO), planner, 1, lambda: 40.0, hand).mesh_axes == FOUR and len(hand.asked) == 2
 
 
 def test_a_model_whose_gradients_take_long_is_planned_on_another_mesh() -> None:

@@ -63,6 +63,22 @@ def test_two_axes_without_an_answer_are_merged(monkeypatch: pytest.MonkeyPatch) 
     assert float(merged.solver["bound_s"]) > 0 and 0 <= float(merged.solver["gap"]) < 1
 
 
+def test_strategies_without_time_for_cuts_are_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the relaxation chose is not given up, nor its bound: with everything kept, if that fits."""
+    deep = Deep()
+    best = planned("4x2", deep)
+
+    def late(*args: Any, **kw: Any) -> Any:
+        raise TimeoutError("the time that planning may take is over")
+
+    monkeypatch.setattr(stages.Stages, "cut", late)
+    monkeypatch.setattr(stages, "is_recomputed", lambda problem, decision: True)  # memory of what runs again is not known
+    kept = planned("4x2", deep)
+    assert kept.solver["stopped_by"] == "time" and kept.mesh_axes == best.mesh_axes
+    assert 0 < float(kept.solver["bound_s"]) <= best.predicted["step_time_s"] * (1 + 1e-9) <= kept.predicted["step_time_s"] * (1 + 0.011)
+    assert 0 <= float(kept.solver["gap"]) < 0.2
+
+
 def no_time(*args: Any, **kw: Any) -> Any:
     raise NoAnswer("no answer within 60 s", 1e-9)
 
