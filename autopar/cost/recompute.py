@@ -18,6 +18,7 @@ result takes to be read. But in place of what forward would not have written it 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -118,17 +119,24 @@ class _RecomputeCost:
     def sources(self, op: Op) -> dict[str, float]:
         """What `op` is made of, down to what is kept or given, and how much of it. (Not parameters: those that a memory-bound op reads are small.)"""
         found: dict[str, float] = {}
-        todo, seen = [(t, 1.0) for t in reads(op)], dict[str, float]()
-        while todo:
-            t, share = todo.pop()
-            root = self.root(t)
-            share *= min(1.0, t.numel / max(1, self.tensors[root].numel))
-            if seen.get(root, 0.0) >= share:
+        todo, seen = list[tuple[float, str]](), set[str]()
+
+        def add(tensors: Iterable[Tensor], share: float) -> None:
+            for t in tensors:
+                root = self.root(t)
+                if root not in seen:
+                    heapq.heappush(todo, (-share * min(1.0, t.numel / max(1, self.tensors[root].numel)), root))
+
+        add(reads(op), 1.0)
+        while todo:  # the largest share first, so each is looked at once, however many ways lead to it
+            share, root = heapq.heappop(todo)
+            share = -share
+            if root in seen:
                 continue
-            seen[root] = share
+            seen.add(root)
             maker = self.made.get(root)
             if maker is not None and maker.name in self.ours and (root not in self.first or maker.name in self.free):
-                todo += [(x, share) for x in reads(maker)]
+                add(reads(maker), share)
             elif root not in self.params:
                 found[root] = share
         return found

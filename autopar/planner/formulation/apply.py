@@ -38,7 +38,8 @@ def apply(
         s = cl.clusters[c].members[op.name][x[c]]
         rule = rules[op.name]
         by_class[op.name] = OpChoice(dict(s.split), dict(s.partial), rule.kind, rule.is_fallback)
-        idle = math.prod(a.size for a in mesh.axes if a.name not in {**dict(s.split), **dict(s.partial)})
+        busy = {**dict(s.split), **dict(s.partial)}
+        idle = math.prod(a.size for a in mesh.axes if a.name not in busy)
         if rule.is_heavy and idle > 1:
             repeats[op.name] = float(idle)
     params = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from autopar.graph.graph import Graph
+from autopar.graph.graph import Graph, Op
 from autopar.rules.grammar import Rule
 from autopar.rules.strategy import right_of
 
@@ -22,37 +22,42 @@ def letter_cuts(
     """(op, letter) -> strides at which the letter may be cut, ascending, 1 and its size included. also: a cut that is not from a view."""
     dims: dict[tuple[str, int], set[int]] = {}
     letters = {(op, x): {1, cut, rules[op].factors[x].size} for (op, x), cut in also.items()}
+    places = [_places(op, rules[op.name]) for op in graph.ops]
     for sweep in range(SWEEPS):
         changed = False
-        for op in graph.ops if sweep % 2 == 0 else reversed(graph.ops):
-            rule = rules[op.name]
-            places = [
-                (t.name, d, x)
-                for tensors, operands in ((op.inputs, rule.inputs), (op.outputs, rule.outputs))
-                for t, operand in zip(tensors, operands, strict=True)
-                if t is not None and operand is not None
-                for d, x in enumerate(operand)
-            ]
-            for name, d, group in places:
-                known = dims.get((name, d), ())
-                for x in group:
-                    size, right = max(1, rule.factors[x].size), max(1, right_of(group, x, rule))
-                    mine = letters.setdefault((op.name, x), {1, size})
+        for mine_of in places if sweep % 2 == 0 else reversed(places):
+            for place, group in mine_of:
+                known = dims.get(place, ())
+                for letter, size, right in group:
+                    mine = letters.setdefault(letter, {1, size})
                     before = len(mine)
                     mine |= {c // right for c in known if c % right == 0 and size % (c // right) == 0 and c // right <= size}
                     changed |= len(mine) > before
-            for name, d, group in places:
-                if len(group) == 1 and len(letters[op.name, group[0]]) == 2 and (name, d) not in dims:
+            for place, group in mine_of:
+                if len(group) == 1 and len(letters[group[0][0]]) == 2 and place not in dims:
                     continue
-                mine = dims.setdefault((name, d), set())
+                mine = dims.setdefault(place, set())
                 before = len(mine)
-                for x in group:
-                    right = max(1, right_of(group, x, rule))
-                    mine |= {c * right for c in letters[op.name, x]}
+                for letter, _, right in group:
+                    mine |= {c * right for c in letters[letter]}
                 changed |= len(mine) > before
         if not changed:
             break
     return {key: _chain(cuts) for key, cuts in letters.items()}
+
+
+Letter = tuple[str, str]  # of an operator
+Place = tuple[tuple[str, int], list[tuple[Letter, int, int]]]  # a tensor's dim, and of what: each letter, its size, what is right of it
+
+
+def _places(op: Op, rule: Rule) -> list[Place]:
+    return [
+        ((t.name, d), [((op.name, x), max(1, rule.factors[x].size), max(1, right_of(group, x, rule))) for x in group])
+        for tensors, operands in ((op.inputs, rule.inputs), (op.outputs, rule.outputs))
+        for t, operand in zip(tensors, operands, strict=True)
+        if t is not None and operand is not None
+        for d, group in enumerate(operand)
+    ]
 
 
 def _chain(cuts: set[int]) -> tuple[int, ...]:

@@ -95,15 +95,22 @@ class Lifetimes:
         """The repeated stack that an operator is of."""
         return self.program.stack_of.get(self.program.graph.ops[position].name)
 
-    def readers_through_views(self, name: str) -> list[str]:
-        out: list[str] = []
-        for op in self.program.readers.get(name, ()):
+    def readers_through_views(self, name: str) -> tuple[str, ...]:
+        """Operators of forward that read `name` or a view of it, in order."""
+        return tuple(self._readers.get(name, ()))
+
+    @cached_property
+    def _readers(self) -> dict[str, dict[str, None]]:
+        """Of every tensor, found from the last operator back: ways through views may be many more than operators."""
+        found: dict[str, dict[str, None]] = defaultdict(dict)
+        ops = self.program.graph.ops
+        for op in reversed(ops):
             if op.direction == "forward":
-                if self.program.rules[op.name].kind == "view":
-                    out += [r for t in op.outputs if t is not None for r in self.readers_through_views(t.name)]
-                else:
-                    out.append(op.name)
-        return out
+                is_view = self.program.rules[op.name].kind == "view"
+                beyond = {r for t in op.outputs if t is not None for r in found.get(t.name, ())} if is_view else {op.name}
+                for t in op.inputs:
+                    found[t.name].update(dict.fromkeys(beyond))
+        return {name: dict.fromkeys(sorted(readers, key=self.position.__getitem__)) for name, readers in found.items()}
 
     def read_by_recompute(self, name: str) -> int:
         """Where backward reads no tensor `name` itself: the last position at which what runs again may read it, at least the turn."""

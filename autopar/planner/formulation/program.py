@@ -33,6 +33,8 @@ class Program:
         self.copies: dict[str, list[Op]] = defaultdict(list)
         for op in self.graph.ops:
             self.copies[q.rep[op.name]].append(op)
+        self._clusters: Clusters | None = None  # of which `_users` are
+        self._users: dict[tuple[str, str], tuple[Op, ...]] = {}
 
     @cached_property
     def constants(self) -> list[Tensor]:
@@ -51,8 +53,15 @@ class Program:
     def windows(self) -> OverlapWindows:
         return OverlapWindows(self.graph, self.q.stacks)
 
-    def users(self, name: str, direction: str, clusters: Clusters) -> list[Op]:
+    def users(self, name: str, direction: str, clusters: Clusters) -> tuple[Op, ...]:
         """Operators of `direction` that read `name`, through views; of a parameter, through what follows from it alone."""
+        if clusters is not self._clusters:
+            self._clusters, self._users = clusters, {}
+        if (name, direction) not in self._users:
+            self._users[name, direction] = self._users_of(name, direction, clusters)
+        return self._users[name, direction]
+
+    def _users_of(self, name: str, direction: str, clusters: Clusters) -> tuple[Op, ...]:
         out = []
         todo, seen = [name], {name}
         while todo:
@@ -64,7 +73,7 @@ class Program:
                     if t is not None and t.name not in seen:
                         seen.add(t.name)
                         todo.append(t.name)
-        return out
+        return tuple(out)
 
     def is_chained(self, op: Op, clusters: Clusters) -> bool:
         """Whether what `op` makes follows from one parameter alone."""

@@ -14,10 +14,16 @@ class Recomputable:
 
     def __init__(self, program: Program) -> None:
         self.program = program
+        self._leaves: dict[tuple[str, str], bool] = {}
 
     def leaves_its_copy(self, op: Op, t: Tensor) -> bool:
         """Whether forward reads `t`, made in a copy of a layer, outside of that copy; or in one, and a product made it outside of layers. Where layers are
         grouped for want of memory, the last of them may be made again for what comes after it: then it does not leave."""
+        if (op.name, t.name) not in self._leaves:
+            self._leaves[op.name, t.name] = self._leaves_its_copy(op, t)
+        return self._leaves[op.name, t.name]
+
+    def _leaves_its_copy(self, op: Op, t: Tensor) -> bool:
         home = self.program.copy_of.get(op.name)
         if is_view(op, self.program.rules[op.name]) or (home is None and t.name not in self.follows_from_products):
             return False
