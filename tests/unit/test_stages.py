@@ -42,6 +42,20 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
+class Rolled(nn.Module):
+    """Every view is joined of two views of the one before: 2^40 ways from the first to the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(1024, 1024)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.map(x))
+        for _ in range(40):
+            x = torch.cat((x[:, 1:], x[:, :1]), 1)
+        return torch.tanh(self.map(x)).square().mean()
+
+
 def planned(mesh: str, model: nn.Module | None = None, **kw: Any) -> autopar.Plan:
     return autopar.plan(model or Net(), {"x": torch.empty(1 << 14, 1024, device="meta")}, "h100:8", mesh, **kw)
 
@@ -77,6 +91,10 @@ def test_strategies_without_time_for_cuts_are_a_plan(monkeypatch: pytest.MonkeyP
     assert kept.solver["stopped_by"] == "time" and kept.mesh_axes == best.mesh_axes
     assert 0 < float(kept.solver["bound_s"]) <= best.predicted["step_time_s"] * (1 + 1e-9) <= kept.predicted["step_time_s"] * (1 + 0.011)
     assert 0 <= float(kept.solver["gap"]) < 0.2
+
+
+def test_ways_through_views_are_not_walked_one_by_one() -> None:
+    assert planned("4", Rolled()).mesh_axes == {"dp": 4}
 
 
 def no_time(*args: Any, **kw: Any) -> Any:
