@@ -14,6 +14,7 @@ No plan over all that were tried takes less than the least of their bounds.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -101,25 +102,26 @@ def fastest(
     task: Callable[[int], T],
     least_s: Callable[[int, T], float],
     planned: Callable[[int, T], Plan],
-    is_late: Callable[[], bool] = lambda: False,
+    is_late: Callable[[float], bool] = lambda needs_s: False,
     more_s: Callable[[int], float] = lambda m: 0.0,
     gap: float = 0.0,
     any_s: Callable[[], float] = lambda: 0.0,
 ) -> tuple[Plan, Tried[T]]:
     """The fastest plan of those for `numbers` of micro-batches, which says what the others take, and of which it is.
 
-    task: the program of one micro-batch; least_s: what no plan of it takes less than, of a call; planned: its plan, of the call; is_late: whether no more are tried, of
-    which it is then said that they were not; more_s: what no plan of a multiple of so many micro-batches takes less than, once that many were tried; gap: what the best may be slower by,
+    task: the program of one micro-batch; least_s: what no plan of it takes less than, of a call; planned: its plan, of the call; is_late: whether fewer seconds are
+    left than it is given: half of what another number took; then no more are tried, of which it is said that they were not; more_s: what no plan of a multiple of so many micro-batches takes less than, once that many were tried; gap: what the best may be slower by,
     relative, than what is left out; any_s: what no plan of any number takes less than. Raises InfeasibleError where none has a plan, of those that need the least; whatever
     else planning one raises, if that is one micro-batch, or if there is no other plan."""
     tried: list[Tried[T]] = []
     lacking: InfeasibleError | None = None
     refused: tuple[int, AutoparError] | None = None  # the fewest
+    took_s = 0.0
     for m in numbers:
         if refused is not None and m > refused[0]:
             continue
         best = min(tried, key=lambda t: t.seconds, default=None)
-        if best is not None and best.plan is not None and is_late():
+        if best is not None and best.plan is not None and is_late(took_s / 2):
             # The prices of parts of the data are no less than parts of the price.
             at_least_s = max([any_s(), *(t.least_s for t in tried if m % t.number == 0)])
             tried.append(Tried(m, None, at_least_s, "not tried, for want of time", None))
@@ -128,6 +130,7 @@ def fastest(
         if best is not None and bound_s >= best.seconds * (1 - gap):
             tried.append(Tried.left_out(m, bound_s))
             continue
+        began = time.perf_counter()
         try:
             made = task(m)
             bound_s = least_s(m, made)
@@ -136,13 +139,14 @@ def fastest(
                 continue
             plan = planned(m, made)
             tried.append(Tried(m, plan, float(plan.solver["bound_s"]), "", made, bound_s))
+            took_s = max(took_s, time.perf_counter() - began)
         except InfeasibleError as e:
             if lacking is None or e.shortfall_bytes < lacking.shortfall_bytes:
                 said = f"{e.constraint}, as {m} micro-batches"
                 lacking = e if m == 1 else InfeasibleError(said, e.shortfall_bytes, e.remedy, may_be_parted=e.may_be_parted)
             tried.append(Tried.left_out(m, math.inf))
         except AutoparError as e:
-            if best is not None and is_late():
+            if best is not None and is_late(0.0):
                 tried.append(Tried(m, None, any_s(), "no plan was found in time", None))
                 continue
             if m == 1 and (best is None or best.plan is None):

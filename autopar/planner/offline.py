@@ -181,8 +181,8 @@ class _Planner:
     def left_s(self) -> float:
         return math.inf if self.limits.in_proportion else self.on_progress.start + self.limits.seconds - time.perf_counter()
 
-    def is_late(self) -> bool:
-        return self.left_s() < 0
+    def is_late(self, needs_s: float = 0.0) -> bool:
+        return self.left_s() < needs_s
 
     def by_hand(self, axes: Mapping[str, int], number: int | str) -> Plan:
         """The best plan of data and tensor parallelism on a mesh, which is soon found."""

@@ -336,8 +336,8 @@ class Builder:
         all ranks. Collective."""
         began, limits, task = time.perf_counter(), self.config.request.limits, cache(task)
 
-        def is_late() -> bool:
-            late = not limits.in_proportion and time.perf_counter() > began + limits.seconds
+        def is_late(needs_s: float) -> bool:
+            late = not limits.in_proportion and time.perf_counter() + needs_s > began + limits.seconds
             return bool(from_first(self.groups, lambda: "late" if late else ""))
 
         def first() -> str:

@@ -192,7 +192,7 @@ def test_what_time_does_not_suffice_for() -> None:
         late.append(m)
         raise AutoparError("The solver found no plan: out of time")
 
-    made, best = fastest([8, 4, 2, 1], lambda m: m, lambda m, _: 0.0, plan, lambda: bool(late), any_s=lambda: 3.0)
+    made, best = fastest([8, 4, 2, 1], lambda m: m, lambda m, _: 0.0, plan, lambda needs_s: bool(late), any_s=lambda: 3.0)
     assert best.number == 8 and late == [4]
     assert made.solver["micro_batches"] == "1, 2: not tried, for want of time; 4: no plan was found in time; 8: 9.000 s"
     assert made.solver["bound_s"] == 3.0
