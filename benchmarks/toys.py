@@ -21,8 +21,9 @@ FAMILIES = (
     "causal:llama,causal:gemma3_text,causal:gpt_oss,causal:deepseek_v3,causal:qwen3_next,causal:jamba,causal:mixtral,causal:gpt2,causal:phi,causal:falcon,"
     "causal:mamba,causal:bamba,causal:olmo2,causal:qwen3,causal:llama4_text,causal:granite,causal:bloom,causal:opt,masked:bert,masked:modernbert,"
     "masked:roberta,masked:deberta,masked:electra,masked:xlm-roberta,masked:albert,seq2seq:t5,seq2seq:bart,seq2seq:pegasus,seq2seq:mbart,seq2seq:led,image:vit,image:swin,"
-    "image:resnet,image:convnext,image:deit,image:beit,ctc:wav2vec2,ctc:hubert,audio:ast,speech:whisper,speech:speech_to_text,segmentation:segformer,"
-    "contrastive:clip,contrastive:siglip,masked_image:vit,depth:dpt"
+    "image:resnet,image:convnext,image:deit,image:beit,ctc:wav2vec2,ctc:hubert,audio:audio-spectrogram-transformer,speech:whisper,speech:speech_to_text,segmentation:segformer,"
+    "contrastive:clip,contrastive:siglip,masked_image:vit,depth:dpt,causal:qwen2,causal:stablelm,causal:gpt_neox,masked:distilbert,masked:camembert,"
+    "masked:mpnet,causal:starcoder2,causal:cohere"
 )
 
 
