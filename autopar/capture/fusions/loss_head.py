@@ -79,7 +79,7 @@ def _head(loss: fx.Node) -> LossHead | None:
     total = totals[0] if totals else None
     inside = _named({log_p, *logits.nodes})
     rows = _as_scores(logits)
-    normal = [u for n in rows for u in _readers(n) if _is_normaliser(u, n)]
+    normal = list(dict.fromkeys(u for n in rows for u in _readers(n) if _is_normaliser(u, n)))  # one of another name is a reader of both
     gradients = None
     if backward:
         found = _gradients(backward[0], loss, log_p, logits, inside, rows, normal)
