@@ -136,6 +136,14 @@ class ZLossFirst(Plain):
         return held + F.cross_entropy(rows, y, label_smoothing=0.1)
 
 
+class ZLossOfNames(Plain):
+    """Of scores that have a second name, which the cross-entropy reads."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        second = torch.ops.aten.alias(logits)
+        return super().loss(torch.ops.aten.alias(second), labels) + 1e-2 * torch.logsumexp(second, dim=-1).square().mean()
+
+
 # ---- whose logits are used otherwise, or are no such thing ---------------------------------------------------------
 
 
@@ -237,6 +245,7 @@ HEADS: dict[str, Callable[[int, int], Head]] = {
     "twice": plain(Twice),
     "z-loss": plain(ZLoss, bias=True),
     "z-loss first": plain(ZLossFirst),
+    "z-loss of names": plain(ZLossOfNames),
     "loss_fn": _by_loss_fn,
     "llama": _zoo("llama"),
     "gpt2": _zoo("gpt2"),

@@ -10,9 +10,9 @@ import transformers
 
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Plan
-from autopar.planner import offline
 from autopar.planner.offload import Offload
 from autopar.planner.planning import Planned, plan_graph
+from autopar.planner.task import Task, of_the_whole, task
 from autopar.solver.fold import Folded
 from autopar.solver.solve import Limits
 
@@ -40,11 +40,11 @@ VARIANTS = {
 
 
 @functools.cache
-def _task() -> offline.Task:
+def _task() -> Task:
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=LAYERS, **SIZES))
     shapes = {"input_ids": (BATCH, SEQUENCE), "labels": (BATCH, SEQUENCE)}
-    return offline.task(model, shapes, "h100:8", "8", None, "bf16", "adamw", 1, None, None, lambda stage, seconds: None)
+    return task(model, shapes, "h100:8", "8", None, "bf16", "adamw", 1, None, None, lambda stage, seconds: None)
 
 
 @functools.cache
@@ -62,7 +62,7 @@ def planned(name: str = "plain") -> tuple[Planned, Plan]:
     if v.offload:
         training = replace(Offload.of("host", cluster).within(training, cluster), least_bytes=1.0)
     done = plan_graph(t.folded, dict(v.mesh), cluster, training, Limits(gap=0.03))
-    return done, offline._of_the_whole(done.plan, t.folded, t.model)
+    return done, of_the_whole(done.plan, t.folded, t.model)
 
 
 def folded() -> Folded:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from autopar.graph.mesh import Mesh
+from autopar.planner.best_cut import WORTH
 from autopar.planner.collecting import without_garbage_collection
 from autopar.planner.formulation.lower_bound import lower_bound_problem
 from autopar.planner.formulation.problem import Formulator
@@ -25,7 +26,7 @@ from autopar.planner.found import Found
 from autopar.planner.low_memory import low_memory_strategies
 from autopar.planner.merged_axes import merged
 from autopar.planner.segments import shares, two
-from autopar.planner.stages import WHOLE_AXES, WORTH, Stages
+from autopar.planner.stages import WHOLE_AXES, Stages
 from autopar.solver.frontier import Answer, Floor, Relaxation, Relaxed, pareto, trace
 from autopar.solver.model import Program
 from autopar.solver.problem import Decision, Problem

@@ -15,6 +15,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Plan
 from autopar.planner import budgets
 from autopar.planner.axes import better_batches, divides_poorly
+from autopar.planner.best_cut import WORTH
 from autopar.planner.budgets import GRACE
 from autopar.planner.figures import figures
 from autopar.planner.formulation.apply import apply, blocking
@@ -31,7 +32,7 @@ from autopar.planner.other_form import bound_instead
 from autopar.planner.profiling.buckets import estimated
 from autopar.planner.profiling.profile import profile
 from autopar.planner.refit import modules_of
-from autopar.planner.stages import WORTH, Stages
+from autopar.planner.stages import Stages
 from autopar.planner.storage import batch_size
 from autopar.planner.tags import binding, unmet, untagged
 from autopar.rules.grammar import Rule

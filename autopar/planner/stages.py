@@ -16,134 +16,45 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.graph.mesh import Mesh
-from autopar.hardware.cluster import Cluster
+from autopar.planner.attempt import Attempt
+from autopar.planner.best_cut import best_cut
 from autopar.planner.collecting import without_garbage_collection
-from autopar.planner.formulation.formulated import Formulated
 from autopar.planner.formulation.layouts import by_hand
 from autopar.planner.formulation.lower_bound import least_s, lower_bound_problem
-from autopar.planner.formulation.names import Names
 from autopar.planner.formulation.problem import Formulator
-from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.found import Found, arcs_of, better, is_recomputed, is_within
 from autopar.planner.low_memory import low_memory_strategies
 from autopar.planner.merged_axes import axes_said, merged
-from autopar.planner.segments import Segments, at_share, suggested
-from autopar.planner.views import View, view
+from autopar.planner.views import View
 from autopar.planner.without_solver import all_kept, by_descent
-from autopar.rules.grammar import Rule
-from autopar.solver.fold import Folded
 from autopar.solver.frontier import EXACT, Relaxation
 from autopar.solver.problem import Problem
 from autopar.solver.prune import prune
-from autopar.solver.solve import Limits, NoAnswer, Solution, explain, least, smallest, solve, solve_relaxed
+from autopar.solver.solve import NoAnswer, Solution, explain, least, smallest, solve, solve_relaxed
 from autopar.solver.watch import watching
-from autopar.text.stages import Begun, Note
-from autopar.text.times import format_time
 
 WHOLE_AXES = 2  # up to so many axes the whole program is solved
-WORTH = 1e-3  # a gap, relative, that cutting the layers into segments is tried for
-PATIENCE = 4  # cuts in a row that bring nothing: no more are tried where the gap is what was asked for
-FIRST = (0.0, 0.5, 0.25, 0.75)  # shares of the layers at which a cut is first looked for
 NEAR = 0.08  # a gap, relative, from which the whole program is tried without what cannot be better
 FAR = 0.3  # a gap, relative, with which too little could be left out
 # Of the gap that may stay, so much for the solver of the program that gives the bound: at first, and if that is too much.
 SHARES = (0.25, 0.02)
 LARGE = 400  # kinds of operators: on two axes, too, the whole of so many is solved without what cannot be better than with axes merged
 TOO_MANY = 150_000  # arcs: more do not fit the time nor the memory that planning may take
-FIRST_S = 2.0  # of the solver, for a first answer, whatever the time
 SOON_S = 4.0  # left: then axes are merged first, which gives an answer soon
-LAST = 0.75  # of the time: then the whole program is given up for one that has an answer soon
 EFFORT_S, EFFORT = 6.0, 500.0  # in proportion: so many seconds, and so many times what a step takes at least
 ARCS = 6000  # that the solver gets through in a second
-OnProgress = Callable[[str, float], None]
-Restrict = Callable[[Problem, Names, Mapping[str, Rule], Mesh], Problem]
 
 
 class _Far(Exception):
     """No answer of a program is as good as asked for."""
 
 
-class Stages:
-    """One folded step on one mesh. restrict: takes strategies away (a layout). since: when planning began (`time.perf_counter`), if before."""
-
-    def __init__(
-        self,
-        folded: Folded,
-        mesh: Mesh,
-        cluster: Cluster,
-        training: TrainingConfig,
-        limits: Limits | None = None,
-        on_progress: OnProgress | None = None,
-        restrict: Restrict | None = None,
-        since: float | None = None,
-    ) -> None:
-        self.folded, self.mesh, self.cluster, self.training = folded, mesh, cluster, training
-        self.limits, self.on_progress, self.restrict = limits or Limits(), on_progress or (lambda stage, seconds: None), restrict
-        self.start = time.perf_counter() if since is None else since
-        self.is_started = since is not None
-        self.has_answer = self.is_first = False
-        self.last: tuple[Mesh, Formulator, Problem] | None = None  # what was formulated last, of all that may be decided
-        # Programs whose relaxations bound all plans: of all axes; what the coarse bound is made of; of what is faster than so many seconds.
-        self.bounding: tuple[Problem, Names] | None = None
-        self.coarse: tuple[Formulated, Problem, Formulator] | None = None
-        self.bounding_faster: tuple[Problem, Names, float] | None = None
-
-    def view(self, segments: Mapping[str, Sequence[int]] | None = None) -> View:
-        """Of the graph with its layers cut so; without, the same one each time."""
-        return view(self.folded, self.mesh, self.cluster, self.training.fuses, segments)
-
-    def formulated(
-        self,
-        v: View,
-        mesh: Mesh,
-        only: Sequence[int] | None = None,
-        room_s: float = math.inf,
-        trim: Callable[[Problem], Problem] = lambda p: p,
-        training: TrainingConfig | None = None,
-    ) -> tuple[Formulator, Problem]:
-        began = time.perf_counter()
-        if only is None:
-            self.begin(f"formulate {axes_said(mesh)}")
-        f = Formulator(v.q, v.rules, mesh, v.cost, training or self.training, only)
-        problem, names = f.run(room_s, trim)
-        if self.restrict is not None and only is None:
-            problem = self.restrict(problem, names, v.rules, mesh)
-        if only is None:
-            if room_s == math.inf and training is None:
-                self.last = mesh, f, problem
-            self.on_progress(f"formulate {axes_said(mesh)}", time.perf_counter() - began)
-        return f, problem
-
-    def begin(self, stage: str) -> None:
-        self.on_progress(Begun(stage), 0.0)
-
-    def so_far(self, mesh: Mesh, bound_s: float, best: Found | None) -> None:
-        """Tells what is known of the step on `mesh`, whose axes may be merged: no plan takes less than the one, the other is the best that was found."""
-        on = "" if mesh.parents == self.mesh.parents else f"on {axes_said(mesh)} "
-        bound = f"{on}no plan takes less than {format_time(bound_s)}" if math.isfinite(bound_s) and bound_s > 0 else "no bound yet"
-        if best is None or not isinstance(best.answer, Solution):
-            self.on_progress(Note(f"{bound}; none was found yet"), 0.0)
-        else:
-            gap = max(0.0, 1 - bound_s / best.answer.objective_s) if bound_s > 0 else 1.0
-            self.on_progress(Note(f"{bound}; the best so far {format_time(best.answer.objective_s)}, within {gap:.2%}"), 0.0)
-
-    @property
-    def left(self) -> Limits:
-        """For a call of the solver. Until there is an answer, some time in any case."""
-        return replace(self.limits, seconds=max(0.0 if self.has_answer else FIRST_S, self.until - time.perf_counter()))
-
-    @property
-    def until(self) -> float:
-        """What is tried first leaves some time for what is soon found."""
-        return self.start + self.limits.seconds * (LAST if self.is_first and not self.has_answer else 1.0)
-
-    @property
-    def is_late(self) -> bool:
-        return time.perf_counter() > self.until
+class Stages(Attempt):
+    """A step on a mesh, solved."""
 
     def run(self, merge: bool = True) -> Found:
         """merge: whether axes may be merged where the program of all of them is too large, or has no answer in time. What they have then is the answer, or what
@@ -308,83 +219,9 @@ class Stages:
         narrow, only = self.formulated(v, mesh, only=strategies)
         return Found(mesh, only, narrow.names, v.shrunk, v.rules, explain(only, self.left), narrow.formulated())
 
-    # ---- segments --------------------------------------------------------------------------------------------------
-
     def cut(self, mesh: Mesh, strategies: Sequence[int], bound_s: float, best: Found | None, coarse: bool) -> Found | None:
-        """The best of `best` and cuts of the stacks into segments, at these strategies.
-
-        None; then where a relaxation says (`autopar.planner.segments`), from either end, with the last layer by itself as well, and in three; then two segments
-        at every quarter of the layers, and nearer to the best, unless the answer is already what the relaxation allows. Where the gap is what was asked for,
-        only as long as that brings something. coarse: only what it says."""
-        began = time.perf_counter()
-        self.begin("segments")
-        looked: dict[tuple[tuple[int, ...], ...], float] = {}
-        n_of = {s.name: n for s, n in zip(self.folded.stacks, self.folded.copies, strict=True)}
-        whole = self.view()
-        uncut = (whole, *self.formulated(whole, mesh, only=strategies))
-
-        def at(segments: Segments) -> float:
-            """Seconds of the best answer with the layers cut so."""
-            nonlocal best
-            key = tuple(segments.values())
-            if key in looked or (best is not None and self.is_late):
-                return looked.get(key, math.inf)
-            v, f, problem = uncut
-            try:
-                if any(len(cut) > 1 for cut in segments.values()):
-                    v = self.view({name: cut for name, cut in segments.items() if len(cut) > 1})
-                    f, problem = self.formulated(v, mesh, only=strategies)
-                found = solve(problem, self.left)
-            except TimeoutError:
-                if best is None and not any(math.isfinite(x) for x in looked.values()):
-                    raise
-                looked[key] = math.inf
-                return math.inf
-            looked[key] = found.objective_s if isinstance(found, Solution) else math.inf
-            if isinstance(found, Solution):
-                found = replace(found, bound_s=min(bound_s, found.objective_s))
-                self.has_answer = True
-                if best is None or not isinstance(best.answer, Solution) or found.objective_s < best.answer.objective_s * (1 - 1e-6):
-                    best = Found(mesh, problem, f.names, v.shrunk, v.rules, found, f.formulated())
-                    self.so_far(mesh, bound_s, best)
-            return looked[key]
-
-        def good() -> bool:
-            seconds = list(looked.values())
-            idle = len(seconds) > PATIENCE and min(seconds[-PATIENCE:]) >= min(seconds[:-PATIENCE]) * (1 - WORTH)
-            if idle and is_within(best, self.limits.gap):
-                return True
-            late = time.perf_counter() - self.start > self.limits.seconds / 2
-            return is_within(best, max(WORTH, self.limits.gap) if late else WORTH)
-
-        f, problem = uncut[1:]
-        try:
-            relaxed = Relaxation(problem).at(self.training.budget_bytes, self.left)
-        except TimeoutError:
-            relaxed = None
-        cuts = suggested(f.formulated(), problem, relaxed, n_of)
-        limit_s = relaxed.tangent.at_s if relaxed else 0.0  # which more cuts can hardly go below
-        for segments in cuts:
-            if not good():
-                at(segments)
-        if coarse or min(looked.values(), default=math.inf) <= limit_s * (1 + WORTH):
-            self.on_progress("segments", time.perf_counter() - began)
-            return best
-        tried: dict[tuple[float, bool], float] = {}
-        for alone in (False, True):
-            for share in FIRST:
-                if not good():
-                    tried[share, alone] = at({name: at_share(n, share, alone) for name, n in n_of.items()})
-        deepest = max(n_of.values(), default=1)
-        step = 0.25
-        while step > 0.5 / deepest and not good() and tried:
-            center, alone = min(tried, key=lambda k: (tried[k], k))
-            step /= 2
-            for share in (center - step, center + step):
-                if 0 < share < 1:
-                    tried[share, alone] = at({name: at_share(n, share, alone) for name, n in n_of.items()})
-        self.on_progress("segments", time.perf_counter() - began)
-        return best
+        """The best of `best` and cuts of the stacks into segments, at these strategies; coarse: only where a relaxation says (`autopar.planner.best_cut`)."""
+        return best_cut(self, mesh, strategies, bound_s, best, coarse)
 
     # ---- many axes -------------------------------------------------------------------------------------------------
 

@@ -17,9 +17,9 @@ from autopar.errors import InputError
 from autopar.hardware.cluster import Cluster
 from autopar.planner.found import Found
 from autopar.planner.layout import Layout
-from autopar.planner.offline import Task, task
 from autopar.planner.planning import Step
 from autopar.planner.precision import Precision
+from autopar.planner.task import Task, task
 from autopar.predict.data import sharded_over
 from autopar.predict.pieces import Piece, pieces
 from autopar.predict.prediction import Prediction

@@ -14,7 +14,7 @@ from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.planner.kept_plans import code
-from autopar.planner.offline import Task
+from autopar.planner.task import Task
 from autopar.predict.pieces import Piece
 from autopar.predict.work import Task as Kernel
 from autopar.predict.work import Transfer, Workload

@@ -15,8 +15,8 @@ from autopar.capture.in_subprocess import beside
 from autopar.errors import LayoutError
 from autopar.hardware.cluster import Cluster
 from autopar.planner.layout import Layout
-from autopar.planner.offline import Task
 from autopar.planner.precision import Precision
+from autopar.planner.task import Task
 from autopar.predict.api import answered, captured
 from autopar.predict.pieces import pieces
 from autopar.predict.runtime import Runtime

@@ -15,7 +15,7 @@ from autopar.cli import documents
 from autopar.cli.documents import DOCUMENTS, DifferenceDocument, PlanDocument
 from autopar.cli.main import app
 from autopar.plan.plan import Plan
-from autopar.planner import offline
+from autopar.planner import task as tasks
 from tests.unit.test_calibrate import made as measured
 
 TINY = {
@@ -52,7 +52,7 @@ def printed(about: list[str], tmp_path_factory: pytest.TempPathFactory) -> Calla
     }
     same_step = ("plan", "other", "explain", "frontier")  # captured once
     captured: list[Any] = []
-    real = offline.program
+    real = tasks.program
 
     def program(*args: Any) -> Any:
         captured.extend(() if captured else (real(*args),))
@@ -67,7 +67,7 @@ def printed(about: list[str], tmp_path_factory: pytest.TempPathFactory) -> Calla
         if command not in known:
             with pytest.MonkeyPatch.context() as patch:
                 if command in same_step:
-                    patch.setattr(offline, "program", program)
+                    patch.setattr(tasks, "program", program)
                 r = CliRunner().invoke(app, [*calls[command], "--json"])
             assert r.exit_code == (1 if command == "diff" else 0), r.output
             known[command] = json.loads(r.stdout)

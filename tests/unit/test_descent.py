@@ -10,7 +10,7 @@ import transformers
 
 import autopar
 from autopar.plan.plan import Plan
-from autopar.planner import stages
+from autopar.planner import best_cut, stages
 from autopar.solver import solve
 from autopar.solver.brute_force import brute_force
 from autopar.solver.descent import Descent, descend
@@ -75,7 +75,7 @@ def test_without_a_solver_there_is_a_plan(layout: str | None, monkeypatch: pytes
         raise solve.NoAnswer("no answer in time", -1.0)
 
     with_solver = _planned(layout)
-    for where, name in ((stages, "solve_relaxed"), (stages, "solve"), (stages, "least")):
+    for where, name in ((stages, "solve_relaxed"), (stages, "solve"), (best_cut, "solve"), (stages, "least")):
         monkeypatch.setattr(where, name, none)
     made = _planned(layout)
     assert made.solver["stopped_by"] == "time" and made.solver["variables"] == 0

@@ -20,9 +20,10 @@ from autopar.plan.plan import Plan
 from autopar.planner import loss_head
 from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.loss_head import Form, better, is_chunked
-from autopar.planner.offline import explain, frontier, task
+from autopar.planner.offline import explain, frontier
 from autopar.planner.other_form import instead_of
 from autopar.planner.planning import plan_graph
+from autopar.planner.task import task
 from autopar.rules import lookup
 from autopar.rules.loss_head import BACKWARD, FORWARD
 from autopar.solver.solve import Limits

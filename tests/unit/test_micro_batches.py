@@ -22,10 +22,10 @@ from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.micro_batches import candidates, fastest, from_the_middle
 from autopar.planner.more_micro_batches import bound_of_more
-from autopar.planner.offline import other_of, task
 from autopar.planner.planning import plan_graph
 from autopar.planner.roomy import kept_bytes, roomy
 from autopar.planner.stages import Stages
+from autopar.planner.task import other_of, task
 from autopar.solver.fold import fold
 from autopar.solver.solve import Limits
 from tests.models import ZOO

@@ -21,7 +21,8 @@ from autopar.cli.main import app
 from autopar.errors import AutoparError, MeshError
 from autopar.plan.plan import Plan
 from autopar.plan.schema import canonical, dumps
-from autopar.planner import offline
+from autopar.planner import over_meshes
+from autopar.planner import task as tasks
 from autopar.planner.infeasible import InfeasibleError
 from tests.wide import cases, wide
 
@@ -80,13 +81,13 @@ def test_bad_input() -> None:
 
 
 def test_stages_last_as_long_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = offline.plan_graph
+    real = over_meshes.plan_graph
 
     def slow(*args: Any) -> Any:
         time.sleep(0.5)  # in a stage without a name
         return real(*args)
 
-    monkeypatch.setattr(offline, "plan_graph", slow)
+    monkeypatch.setattr(over_meshes, "plan_graph", slow)
     stages: list[float] = []
     start = time.perf_counter()
     planned(progress=lambda stage, seconds: stages.append(seconds))
@@ -96,13 +97,13 @@ def test_stages_last_as_long_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> No
 @wide
 def test_captures_at_once_give_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     here: list[int] = []
-    real = offline.capture
+    real = tasks.capture
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         here.append(os.getpid())
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(offline, "capture", counted)
+    monkeypatch.setattr(tasks, "capture", counted)
     monkeypatch.setattr(in_subprocess, "PATIENCE_S", 600.0)
     plans = []
     for at_once in (False, True):

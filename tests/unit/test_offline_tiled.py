@@ -23,6 +23,7 @@ from autopar.models import configs as models
 from autopar.plan.plan import Plan
 from autopar.plan.schema import canonical, dumps
 from autopar.planner import offline
+from autopar.planner import task as tasks
 from autopar.planner.refit import PlanMismatchError, refit
 from autopar.solver.fold import Folded
 from tests import experts
@@ -53,24 +54,24 @@ def inputs(name: str) -> dict[str, torch.Tensor]:
 def programs(name: str, layers: int) -> tuple[Folded, Folded]:
     """Of shallow captures and of the whole."""
     found: list[Folded] = []
-    real = offline.program
+    real = tasks.program
 
     def seen(m: nn.Module, captured: Callable[[nn.Module], Graph], both: object) -> Folded:
         found.append(real(m, captured))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(offline, "layer_periods", lambda m: {})
+            patch.setattr(tasks, "layer_periods", lambda m: {})
             found.append(real(m, captured))
         raise InterruptedError  # captured; nothing needs planning yet
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(InterruptedError):
-        patch.setattr(offline, "program", seen)
+        patch.setattr(tasks, "program", seen)
         offline.plan(model(name, layers), inputs(name), cluster(8), MESH)
     return found[0], found[1]
 
 
 def planned(name: str, layers: int, folded: Folded, mesh: str = MESH) -> Plan:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offline, "program", lambda m, captured, both: folded)
+        patch.setattr(tasks, "program", lambda m, captured, both: folded)
         # Until the gap is small: what a clock would stop depends on what else this machine does.
         return offline.plan(model(name, layers), inputs(name), cluster(8), mesh, options={"seconds": 300})
 

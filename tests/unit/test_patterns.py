@@ -17,7 +17,7 @@ from autopar.planner.formulation.largest_positions import LargestPositions
 from autopar.planner.formulation.lower_bound import least_s
 from autopar.planner.formulation.problem import Formulator
 from autopar.planner.formulation.symmetry import SymmetryClasses, symmetry
-from autopar.planner.offline import Task, task
+from autopar.planner.task import Task, task
 from autopar.rules import lookup
 from autopar.solver.evaluate import evaluate
 from autopar.solver.problem import Problem

@@ -16,8 +16,8 @@ from autopar.errors import AutoparError, LayoutError
 from autopar.graph.mesh import Mesh
 from autopar.hardware.cluster import Cluster
 from autopar.models import configs as models
-from autopar.planner.offline import task
 from autopar.planner.planning import plan_graph
+from autopar.planner.task import task
 from autopar.predict.api import micro_batch, solved
 from autopar.predict.data import Windows, loss_s, traffic
 from autopar.predict.fit import Run, fit, start

@@ -25,6 +25,7 @@ from autopar.graph.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.plan.schema import canonical, dumps
 from autopar.planner import offline
+from autopar.planner import task as tasks
 from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.layout import Layout
@@ -323,7 +324,7 @@ def test_tiled_is_full() -> None:
     for reduced_depth in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             if not reduced_depth:
-                patch.setattr(offline, "layer_periods", lambda m: {})
+                patch.setattr(tasks, "layer_periods", lambda m: {})
             found.append(offline.plan(Model(*["list"] * 6), inputs(), cluster(2), "2", options={"gap": 0.05}))
     tiled, full = found
     assert str(tiled.solver["capture"]).startswith("folded from captures of") and tiled.fingerprint == full.fingerprint

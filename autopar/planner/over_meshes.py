@@ -1,0 +1,140 @@
+"""Plans of one step on several meshes and as several numbers of micro-batches, of which the fastest is wanted."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+
+from autopar.plan.plan import Plan
+from autopar.planner.explain import explain_graph
+from autopar.planner.infeasible import InfeasibleError
+from autopar.planner.layout import Layout
+from autopar.planner.loss_head import Form, better
+from autopar.planner.meshes import best_of
+from autopar.planner.micro_batches import candidates, fastest, from_the_middle, of_the_call
+from autopar.planner.more_micro_batches import bound_of_more
+from autopar.planner.planning import fsdp_tp, least_of, plan_graph, within
+from autopar.planner.progress import Progress
+from autopar.planner.roomy import roomy
+from autopar.planner.stages import WHOLE_AXES, Stages
+from autopar.planner.task import Task, frontier_of, of_the_whole, other_of
+from autopar.solver.solve import Limits
+
+FIRST_MESH = 0.8  # of the time that there is, for the first of several meshes
+
+
+class Planner:
+    """Plans of one step on several meshes and as several numbers of micro-batches; each is captured, and planned, once. captured: by number of micro-batches."""
+
+    def __init__(
+        self,
+        captured: Callable[[int], Task],
+        batch: int,
+        limits: Limits,
+        on_progress: Progress,
+        layout: str | Layout | None,
+        least: bool,
+    ) -> None:
+        self.captured, self.batch, self.limits = cache(captured), batch, limits
+        self.on_progress, self.layout, self.least = on_progress, layout, least
+        self.has_begun = False
+        self.made: dict[tuple[tuple[int, ...], int], Plan | InfeasibleError] = {}
+        self.more: dict[
+            tuple[tuple[int, ...], int], Callable[[], float]
+        ] = {}  # says what no plan of a multiple of so many micro-batches takes less than
+
+    def best_of(self, first: Mapping[str, int], rest: Sequence[dict[str, int]], number: int | str) -> Plan:
+        """On the best of several meshes: the first one has not all of the time."""
+        whole = self.limits
+
+        def planned(axes: Mapping[str, int], number: int | str) -> Plan:
+            self.limits = replace(whole, seconds=FIRST_MESH * whole.seconds) if rest and axes is first and number == asked else whole
+            try:
+                return self.plan(axes, number)
+            finally:
+                self.limits = whole
+
+        asked = number
+        return best_of(first, rest, planned, number, self.left_s, self.by_hand)
+
+    def left_s(self) -> float:
+        return math.inf if self.limits.in_proportion else self.on_progress.start + self.limits.seconds - time.perf_counter()
+
+    def is_late(self, needs_s: float = 0.0) -> bool:
+        return self.left_s() < needs_s
+
+    def by_hand(self, axes: Mapping[str, int], number: int | str) -> Plan:
+        """The best plan of data and tensor parallelism on a mesh, which is soon found."""
+        assert isinstance(number, int)
+        t = self.captured(number).on(axes)
+        made = self.form(number, t, t, False, fsdp_tp(tuple(axes)))
+        bound_s = min(self.least_s(number, t), made.predicted["step_time_s"])  # of all plans there, not of this layout's
+        return replace(made, solver={**made.solver, "bound_s": bound_s, "gap": 1 - bound_s / made.predicted["step_time_s"]}).answering_as(
+            made
+        )
+
+    def plan(self, axes: Mapping[str, int], number: int | str) -> Plan:
+        """On a mesh, as so many micro-batches, or as many as is fastest (AUTO)."""
+        if isinstance(number, int):
+            return self.of(number, self.captured(number).on(axes))
+        sizes = tuple(axes.values())
+        made, _ = fastest(
+            from_the_middle(candidates(self.batch), self.first(axes)),
+            lambda m: self.captured(m).on(axes),
+            lambda m, t: min(self.least_s(m, f) for f in t.forms),
+            self.of,
+            self.is_late,
+            lambda m: self.more[sizes, m]() if (sizes, m) in self.more else 0.0,
+            self.limits.gap,
+            lambda: min(self.least_s(1, f) for f in self.captured(1).on(axes).forms),
+        )
+        return made
+
+    def first(self, axes: Mapping[str, int]) -> int:
+        """The number of micro-batches that is planned first."""
+        t = self.captured(1).on(axes)
+        return min(roomy(candidates(self.batch), f.folded, math.prod(axes.values()), f.training, self.batch) for f in t.forms)
+
+    def of(self, m: int, t: Task) -> Plan:
+        """As `m` micro-batches, of which `t` is one."""
+        key = tuple(t.mesh_axes.values()), m
+        if key not in self.made:
+            forms = tuple(Form(f.form, partial(self.form, m, f, t), partial(self.least_s, m, f)) for f in t.forms)
+            try:
+                self.made[key] = better(forms, self.least, self.limits.gap, self.is_late)
+            except InfeasibleError as e:
+                self.made[key] = e
+        found = self.made[key]
+        if isinstance(found, InfeasibleError):
+            raise found
+        return found
+
+    @staticmethod
+    def least_s(m: int, t: Task) -> float:
+        return m * least_of(t.folded, t.mesh_axes, t.cluster, t.training)
+
+    def form(self, m: int, t: Task, first: Task, says_other: bool, hand: Layout | None = None) -> Plan:
+        """Of one form of the step, `t`, of which `first` is the one that is planned first. Without a limit of time, what is planned first has what capturing it took counted. hand: what
+        it is kept to, instead of the layout that was asked for."""
+        since = None if self.has_begun and self.limits.in_proportion else self.on_progress.start
+        self.has_begun = True
+        instead = other_of(t)
+
+        def keep(stages: Stages) -> None:
+            if t is first:
+                self.more[tuple(t.mesh_axes.values()), m] = cache(lambda: m * bound_of_more(stages, instead))
+
+        found = plan_graph(
+            t.folded, t.mesh_axes, t.cluster, t.training, self.limits, self.on_progress, hand or self.layout, self.least, since,
+            instead if says_other else None, keep,
+        )  # fmt: skip
+        training = within(t.training, found.plan) if self.least else t.training
+        known = (found.found,) if len(t.mesh_axes) > WHOLE_AXES else ()  # the frontier does not solve the whole program of so many
+        made = of_the_call(of_the_whole(found.plan, t.folded, t.model), m)
+        return made.explained_by(
+            lambda op, placement: explain_graph(t.folded, t.mesh_axes, t.cluster, training, op, placement, self.limits, None, self.layout),
+            lambda points: frontier_of(t, points, self.limits, None, self.layout, known=known),
+        )
