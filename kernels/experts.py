@@ -15,13 +15,12 @@ Expert parallelism: with a group of `ranks`, w1 and w2 are this rank's part of t
 x, index and scores its part of the tokens, whichever. Counts are exchanged, then rows go to the rank of their expert and their results come back: two exchanges of
 rows forward, three backward (x, g, what came of them). Sizes are read on the host once.
 
-A body is a generator that yields what is to be exchanged, so that the same code runs on a process group and on simulated ranks. When a body changes so must the
-name: compiled graphs are cached by name.
+When a body (`exchange.py`) changes so must the name: compiled graphs are cached by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,32 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar import _torch
+from autopar.kernels.exchange import Body, Exchange, over_group
 from autopar.kernels.gates import gate as gate_of
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """rows [sum(send), ...] in the order of the ranks that they are for; answered by [sum(receive), ...] in the order of those they are from."""
-
-    rows: Tensor
-    send: list[int]
-    receive: list[int]
-
-
-Body = Generator[Exchange, Tensor, Any]
-
-
-def over_group(body: Body, group: str) -> Any:
-    """What `body` gives on this rank of the process group named `group` ("": it has none, and asks for nothing)."""
-    answer: Tensor | None = None
-    while True:
-        try:
-            ask = next(body) if answer is None else body.send(answer)
-        except StopIteration as e:
-            return e.value
-        answer = _torch.exchanged(ask.rows, ask.send, ask.receive, group)
-
 
 # ---- rows ----------------------------------------------------------------------------------------------------------
 
@@ -262,9 +237,3 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 experts.register_autograd(_backward, setup_context=_setup)
-
-# By op: its body, which takes the same arguments; at which of them the group stands.
-BODIES: dict[str, tuple[Callable[..., Body], int]] = {
-    "autopar.experts_v1.default": (forward_body, 10),
-    "autopar.experts_backward_v1.default": (backward_body, 11),
-}

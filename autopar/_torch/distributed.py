@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,13 +87,20 @@ def process_group(name: str) -> Any:
     return _registry()._resolve_process_group(name)
 
 
-def exchanged(rows: torch.Tensor, send: list[int], receive: list[int], group: str) -> torch.Tensor:
-    """rows [sum(send), ...], for the ranks of `group` one after another -> [sum(receive), ...], from them."""
+def exchanged(rows: torch.Tensor, send: list[int], receive: list[int], group: str) -> Callable[[], torch.Tensor]:
+    """rows [sum(send), ...], for the ranks of `group` one after another -> [sum(receive), ...], from them, once they are waited for."""
     import torch.distributed as dist
 
     out = rows.new_empty((sum(receive), *rows.shape[1:]))
-    dist.all_to_all_single(out, rows, receive, send, group=process_group(group))
-    return out
+    work = dist.all_to_all_single(out, rows, receive, send, group=process_group(group), async_op=True)
+
+    def waited() -> torch.Tensor:
+        work.wait()
+        del rows_kept[:]
+        return out
+
+    rows_kept = [rows]  # until they are sent
+    return waited
 
 
 _orderly: dict[str, tuple[Any, Any]] = {}  # by name: the default group it was made under, and the group

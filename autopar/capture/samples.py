@@ -283,7 +283,7 @@ class _Separation:
             raise self.mixes(op)
         letter = only[0]
         factor = rule.factors[letter]
-        if not factor.split or (factor.index and rule.kind != "random") or letter in rule.pairs:
+        if not factor.split or (factor.index and rule.kind != "random") or letter in rule.taken:
             raise self.mixes(op)
         shapes = tuple(t.shape for t in op.inputs), tuple(None if t is None else t.shape for t in op.outputs)
         want, outputs = placements(rule, {AXIS: only}, *shapes)

@@ -29,7 +29,7 @@ def local_sizes(rule: Rule, strategy: Strategy, mesh: Mesh) -> dict[str, int]:
     """Sizes of the loops on one rank: global / product of the axes that split them, rounded up."""
     width: dict[str, int] = {}
     for axis, (letter, _) in strategy.items():
-        for x in (letter, rule.pairs[letter]) if letter in rule.pairs else (letter,):
+        for x in (letter, rule.taken[letter]) if letter in rule.taken else (letter,):
             width[x] = width.get(x, 1) * mesh.axis_size(axis)
     return {x: -(-f.size // width.get(x, 1)) for x, f in rule.factors.items()}
 
@@ -40,7 +40,7 @@ def flops(op: Op, rule: Rule, strategy: Strategy, mesh: Mesh) -> float:
         return 0.0
     n = local_sizes(rule, strategy, mesh)
     if rule.kind == "attention":
-        total = _attention(op, n) * _seen(op, rule, strategy, mesh)
+        total = _attention(op, {**n, "s": rule.factors["s"].size}) * _seen(op, rule, strategy, mesh)  # keys that are split come by
     else:
         total = {"matmul": _matmul, "conv": _conv, "moe": _moe}[rule.kind](op, rule, n)
     return total * (4 if compute_dtype(op).startswith("complex") else 1)
@@ -67,7 +67,7 @@ def _attention(op: Op, n: Mapping[str, int]) -> float:
 
 def attention_kind(op: Op, rule: Rule, strategy: Strategy, mesh: Mesh) -> str:
     """One of ATTENTION: causal is what the kernel is told of, and skips. Most of what a part of the queries sees has no mask at all."""
-    causal = not any(x == "q" for x, _ in strategy.values()) and _seen(op, rule, strategy, mesh) < 1
+    causal = not any(x in ("q", "s") for x, _ in strategy.values()) and _seen(op, rule, strategy, mesh) < 1
     return f"{'causal_' if causal else ''}attention{'_backward' if is_backward(op) else ''}"
 
 
@@ -97,7 +97,7 @@ def _seen(op: Op, rule: Rule, strategy: Strategy, mesh: Mesh) -> float:
         return 1.0
     if not q or not s:
         return 0.0
-    behind = sum((mesh.axis_size(a) - 1) * stride / 2 for a, (x, stride) in strategy.items() if x == "q")
+    behind = sum((mesh.axis_size(a) - 1) * stride / 2 for a, (x, stride) in strategy.items() if x in ("q", "s"))
     if behind or q <= s:
         return min(1.0, (q / 2 + behind) / s)
     return 1 - s / (2 * q)

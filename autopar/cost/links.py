@@ -32,7 +32,7 @@ from autopar.graph.mesh import Mesh
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.parts import CollectiveCurve
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "slice", "send")
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "slice", "send", "ring")
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,13 @@ FREE = CollectiveCost("intra", 0.0, 0.0)
 
 
 def collective(cluster: Cluster, mesh: Mesh, kind: str, axes: tuple[str, ...], wire_bytes: float) -> CollectiveCost:
-    """wire_bytes: what a rank sends, as `redistribution.Step.wire_bytes` says. "send": to the next rank along `axes`, the last one to none."""
+    """wire_bytes: what a rank sends, as `redistribution.Step.wire_bytes` says. "send": to the next rank along `axes`, the last one to none;
+    "ring": the last one to the first, which leaves a node no more often."""
     assert kind in KINDS, kind
     w = mesh.sizes_product(axes)
     if kind == "slice" or w == 1:
         return FREE
-    if kind == "send":
+    if kind in ("send", "ring"):
         return _send(cluster, mesh, axes, wire_bytes)
     m = members_on_node(mesh, frozenset(axes), cluster.devices_per_node)
     link = "intra" if m == w else "inter"

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from autopar.cost import compute, experts, links, loss_head, memory
+from autopar.cost import compute, experts, links, loss_head, memory, ring
 from autopar.cost.fusion import Fused, Share, fused
 from autopar.cost.links import CollectiveCost
 from autopar.cost.recompute import LEAST, Halves, halves
@@ -123,7 +123,14 @@ class Cost:
             n = compute.local_sizes(rule, strategy, self.mesh)
             passes, kernels = loss_head.passes_bytes(op, n), loss_head.launches(op, n)
             return OpCost(seconds + self.kernel_s("cheap", "", 0.0, passes, kernels), flops, moved + passes, launches + kernels)
+        if rule.alongside and (merge := ring.merging(op, rule, strategy, compute.local_sizes(rule, strategy, self.mesh), self.mesh))[0]:
+            return OpCost(seconds + self.kernel_s("cheap", "", 0.0, *merge), flops, moved + merge[0], launches + merge[1])
         return OpCost(seconds, flops, moved, launches)
+
+    def waits_s(self, seconds: float, beside_s: float) -> float:
+        """Of a collective of `seconds`, beside what the device computes in `beside_s`: how long the device waits, and what it loses meanwhile."""
+        hidden_s = min(seconds, beside_s)
+        return seconds - hidden_s + self.cluster.contention * hidden_s
 
     def least_s(self, op: Op, rule: Rule) -> float:
         """What one run of `op` takes at least, however it is split: all its work and all its bytes evenly over all devices. Nothing is said where rates are measured,
@@ -168,7 +175,7 @@ class Cost:
         return d.launch_s * launches + busy_s
 
     def collective(self, kind: str, axes: tuple[str, ...], wire_bytes: float) -> CollectiveCost:
-        """kind: "all_gather" | "reduce_scatter" | "all_reduce" | "all_to_all" | "slice"; wire_bytes: what a rank sends."""
+        """kind: "all_gather" | "reduce_scatter" | "all_reduce" | "all_to_all" | "slice" | "ring"; wire_bytes: what a rank sends."""
         return links.collective(self.cluster, self.mesh, kind, axes, wire_bytes)
 
     def optimizer_s(self, elements: float, bytes_per_element: float = ADAMW_BYTES, whole_elements: float = 0.0) -> float:

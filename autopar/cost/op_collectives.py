@@ -1,4 +1,5 @@
-"""Collectives inside an operator: what its local lowering (`autopar.passes.local`) all-reduces where its loops are split. They block.
+"""Collectives inside an operator: what its local lowering (`autopar.passes.local`) all-reduces where its loops are split. They block,
+but for the hops of attention's keys and values (`ring.py`).
 
 nll_loss, mean or sum      [sum, count], in float32 at least, over all axes that split the scores
 nll_loss, one per target   the losses, over the axes that split the classes
@@ -12,7 +13,9 @@ from __future__ import annotations
 import math
 
 from autopar.cost import experts, loss_head
+from autopar.cost.compute import local_sizes
 from autopar.cost.memory import base_name
+from autopar.cost.ring import Within, hops
 from autopar.graph.graph import DTYPE_BYTES, Op, Tensor
 from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
@@ -24,7 +27,14 @@ _BATCH_NORM = {"_native_batch_norm_legit_functional": -3, "native_batch_norm": -
 MEAN, SUM = 1, 2
 
 
-def inside(
+def inside(op: Op, rule: Rule, strategy: Strategy, ins: tuple[Placement, ...], mesh: Mesh) -> tuple[Within, ...]:
+    """Each of them."""
+    if rule.kind == "attention":
+        return hops(op, rule, strategy, local_sizes(rule, strategy, mesh), mesh)
+    return tuple(Within(*c) for c in _blocking(op, rule, strategy, ins, mesh))
+
+
+def _blocking(
     op: Op, rule: Rule, strategy: Strategy, ins: tuple[Placement, ...], mesh: Mesh
 ) -> tuple[tuple[str, tuple[str, ...], float], ...]:
     """(kind, axes, bytes a rank sends) of each."""

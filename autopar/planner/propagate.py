@@ -26,7 +26,7 @@ from autopar.planner.storage import batch_placements, param_choice, representabl
 from autopar.planner.tags import RECOMPUTE
 from autopar.rules import lookup
 from autopar.rules.grammar import Rule
-from autopar.rules.strategy import digit, is_legal, letter_at, placements, right_of
+from autopar.rules.strategy import digit, follows, is_legal, letter_at, placements, right_of
 
 DEPTH = 40  # how many cheap ops a look-ahead follows
 
@@ -177,7 +177,7 @@ class _Propagator:
         rule = self.rules[view.name]
         assert rule.outputs[0] is not None
         found = letter_at(rule.outputs[0], at, self.mesh.axis_size(axis), rule)
-        if found is None or not rule.factors[found[0]].split:
+        if found is None or not follows(rule, found[0]):
             return None
         letter, stride = found
         return next(((d, stride * right_of(x, letter, rule)) for d, x in enumerate(rule.inputs[0]) if letter in x), None)
@@ -192,7 +192,7 @@ class _Propagator:
             strategy = {}
             for axis, where in self.place[op.inputs[0].name].where.items():
                 found = letter_at(rule.inputs[0], where, self.mesh.axis_size(axis), rule)
-                if found and rule.factors[found[0]].split:
+                if found and follows(rule, found[0]):
                     strategy[axis] = found
             self.commit(op, rule, strategy, {})
 
@@ -225,11 +225,11 @@ class _Propagator:
             for p in () if self.undecided(t.name, axis) else self.versions(t.name):
                 at = p.where.get(axis)
                 found = letter_at(rule.inputs[i], at, width, rule) if at else None
-                if found and found[0] not in rule.pairs and self.fits(rule, axis, found, strategy):
+                if found and found[0] not in rule.taken and self.fits(rule, axis, found, strategy):
                     seen.add(found)
         if rule.is_heavy and (on_tensor or axis in self.layout.data):
             for x, f in rule.factors.items():
-                if x in rule.pairs or (rule.kind == "embedding" and x in owners and not f.index):
+                if x in rule.taken or (rule.kind == "embedding" and x in owners and not f.index):
                     continue  # a table split by columns would leave the residual stream split
                 # Tokens sorted by expert cannot be split: rather than every rank doing all of them, each takes a part of the features.
                 wanted = (x in owners) == (on_tensor and bool(owners)) or rule.kind == "moe"
@@ -382,7 +382,7 @@ class _Propagator:
                 if t.name != name:
                     continue
                 found = letter_at(rule.inputs[i], (dim, stride), width, rule)
-                if found is None or not rule.factors[found[0]].split:
+                if found is None or not follows(rule, found[0]):
                     self.survival[key] = False
                     return False
                 if rule.is_heavy or rule.kind == "loss":

@@ -147,7 +147,7 @@ class _Reader:
         for again, half in enumerate(halves):
             task = self.task(op, self.share_of(op), bool(again))
             half.append(Workload({task: self.share(op)} if task else {}))
-            for kind, axes, sent in inside(op, rule, split, want, self.mesh):  # equal ones too: a softmax has a maximum and a sum
+            for kind, axes, sent, _ in inside(op, rule, split, want, self.mesh):  # equal ones too: a softmax has a maximum and a sum
                 half.append(Workload({}, {Transfer(kind, self.user_axes(axes), sent): self.share(op)}))
 
     def kept(self) -> None:

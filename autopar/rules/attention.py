@@ -1,8 +1,11 @@
 """Attention. Heads are (g r): g key/value heads, each read by r query heads.
 
-    b (g r) q e!, b g s! e!, b g s! d!, bias? -> b (g r) q d!, b (g r) q        causal: needs the queries' global indices
+    b (g r) q e!, b g s e!, b g s d!, bias? -> b (g r) q d!, b (g r) q        causal: needs the queries' global indices
 
-Splitting keys needs a merge by log-sum-exp across ranks (ring attention): not offered here.
+An axis on
+    b, g, r   splits samples and heads (from a split of the sequence to one of heads and back: all-to-all, as DeepSpeed-Ulysses, Jacobs et al., 2023)
+    q         splits queries, each rank having all keys (they are gathered)
+    s         splits keys, and the same of the queries with them (`Rule.alongside`): keys and values go round (`autopar.kernels.ring`). As many queries as keys, no bias.
 """
 
 from __future__ import annotations
@@ -29,14 +32,21 @@ def _index(op: Op, at: int) -> str:
     return ", q" if isinstance(op.arg(at), Tensor) else ""
 
 
+def _keys(q: Tensor, k: Tensor, bias: object, q_index: object) -> tuple[str, dict[str, str]]:
+    """How the line has keys, and what an axis on them takes along."""
+    circulate = q.shape[2] == k.shape[2] and not isinstance(bias, Tensor) and not isinstance(q_index, Tensor)
+    return ("s:all", {"s": "q"}) if circulate else ("s!", {})
+
+
 @rule("autopar.attention_v2.default")
 def _attention(op: Op) -> Line:
     q, k, _, bias = op.args[:4]
     g, r = _heads(q, k)
     mask = f", {_bias(bias, q)}" if isinstance(bias, Tensor) else ""
+    s, alongside = _keys(q, k, bias, op.arg(6))
     return Line(
-        f"b (g r) q e!, b g s! e!, b g s! d!{mask}{_index(op, 6)} -> b (g r) q d!, b (g r) q",
-        kind="attention", sizes={"g": g, "r": r},
+        f"b (g r) q e!, b g {s} e!, b g {s} d!{mask}{_index(op, 6)} -> b (g r) q d!, b (g r) q",
+        kind="attention", sizes={"g": g, "r": r}, alongside=alongside,
     )  # fmt: skip
 
 
@@ -51,8 +61,9 @@ def _attention_backward(op: Op) -> Line:
     mask = f", {_bias(bias, q)}" if isinstance(bias, Tensor) else ""
     # Without a gradient of the bias that output is an empty tensor, whose one dim is no loop.
     dbias = _bias(bias, q) if isinstance(bias, Tensor) and op.arg(10, "bias_grad") else "1"
+    s, alongside = _keys(q, k, bias, op.arg(9))
     return Line(
-        f"b+ (g+ r+) q+ d!, b (g r) q e!, b g s! e!, b g s! d!, b (g r) q d!, b (g r) q{mask}{_index(op, 9)} "
-        f"-> b (g r) q e!, b g s! e!, b g s! d!, {dbias}",
-        linear="0", kind="attention", sizes={"g": g, "r": r},
+        f"b+ (g+ r+) q+ d!, b (g r) q e!, b g {s} e!, b g {s} d!, b (g r) q d!, b (g r) q{mask}{_index(op, 9)} "
+        f"-> b (g r) q e!, b g {s} e!, b g {s} d!, {dbias}",
+        linear="0", kind="attention", sizes={"g": g, "r": r}, alongside=alongside,
     )  # fmt: skip

@@ -48,6 +48,7 @@ class Rule:
     the outputs are Partial(sum) over it too.
     pairs: letter -> another one that it takes along: an axis on it splits both, itself whole and the other at the strategy's stride, whichever that is (what
     is split into experts, and the tokens beside them).
+    alongside: letter -> another one of its size that it takes along: an axis on it splits both, at one stride (keys and queries that attention has of a sequence).
     kind: "matmul" | "attention" | "conv" | "norm" | "embedding" | "loss" | "moe" | "random" | "view" | "cheap".
     """
 
@@ -58,6 +59,12 @@ class Rule:
     kind: str = "cheap"
     is_fallback: bool = False
     pairs: Mapping[str, str] = field(default_factory=dict)
+    alongside: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def taken(self) -> Mapping[str, str]:
+        """Letter -> the one that it takes along, either way. Such a letter is a strategy of its own: it follows from no placement."""
+        return {**self.pairs, **self.alongside}
 
     @property
     def is_heavy(self) -> bool:
@@ -66,13 +73,14 @@ class Rule:
 
 @dataclass(frozen=True)
 class Line:
-    """A rule before it is matched to shapes. linear: "0&1|2" = inputs 0 and 1 together, or input 2 alone. pairs: as a `Rule` has them."""
+    """A rule before it is matched to shapes. linear: "0&1|2" = inputs 0 and 1 together, or input 2 alone. pairs, alongside: as a `Rule` has them."""
 
     text: str
     linear: str = ""
     kind: str = "cheap"
     sizes: Mapping[str, int] = field(default_factory=dict)
     pairs: Mapping[str, str] = field(default_factory=dict)
+    alongside: Mapping[str, str] = field(default_factory=dict)
 
 
 class RuleError(AssertionError):
@@ -120,7 +128,9 @@ def match(line: Line | str, op: Op) -> Rule:
         factors[x] = Factor(x, sizes[x], reduce, sizes[x] > 0 and "!" not in m and (everywhere or reduce is not None), "^" in m)
     linear = tuple(frozenset(int(i) for i in alt.split("&")) for alt in line.linear.split("|") if alt)
     linear = tuple(s for s in linear if max(s) < len(present))
-    return Rule(factors, tuple(d for d in inputs if d is not None), tuple(outputs), linear, line.kind, pairs=line.pairs)
+    return Rule(
+        factors, tuple(d for d in inputs if d is not None), tuple(outputs), linear, line.kind, pairs=line.pairs, alongside=line.alongside
+    )
 
 
 def _parse(text: str, marks: dict[str, str], ndim: int | None, op: Op, line: Line) -> tuple[Dim, ...] | None:

@@ -29,6 +29,8 @@ def digit(dim: Dim, letter: str, stride: int, rule: Rule) -> int | None:
         letter = rule.pairs[letter]
     elif letter in rule.pairs:
         stride = 1  # the strategy's is that of the other
+    elif letter in rule.alongside and letter not in dim:
+        letter = rule.alongside[letter]
     return stride * right_of(dim, letter, rule) if letter in dim else None
 
 
@@ -37,9 +39,10 @@ def is_legal(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
     for a, (x, _) in strategy.items():
         if x in rule.pairs and (rule.factors[x].size != mesh.axis_size(a) or sum(y == x for y, _ in strategy.values()) > 1):
             return False
-    for x in {rule.pairs.get(x, x) for x, _ in strategy.values()}:
+    taken = rule.taken
+    for x in {taken.get(x, x) for x, _ in strategy.values()}:
         f = rule.factors[x]
-        where = {a: (0, stride) for a, (y, stride) in strategy.items() if rule.pairs.get(y, y) == x}
+        where = {a: (0, stride) for a, (y, stride) in strategy.items() if taken.get(y, y) == x}
         if not f.split or not Placement.of((f.size,), where).is_valid(mesh):
             return False
     return all(rule.factors[x].split for x, _ in strategy.values())
@@ -91,9 +94,14 @@ def letter_at(dims: tuple[Dim, ...], at: tuple[int, int], width: int, rule: Rule
     return None
 
 
+def follows(rule: Rule, letter: str) -> bool:
+    """Whether an operand that is split on `letter` is reason enough to split the operator there."""
+    return rule.factors[letter].split and letter not in rule.alongside
+
+
 def single_axis(rule: Rule, axis: str, mesh: Mesh) -> Iterator[tuple[str, int]]:
     """Every letter that `axis` alone can split, at its major digit."""
     width = mesh.axis_size(axis)
     for x, f in rule.factors.items():
-        if f.split and f.size % width == 0 and x not in rule.pairs:
+        if f.split and f.size % width == 0 and x not in rule.taken:
             yield x, f.size // width

@@ -30,7 +30,9 @@ from autopar import _torch
 from autopar.capture.capture import Role
 from autopar.capture.describe import dtype_name
 from autopar.cost import Cost
-from autopar.cost.experts import exchanged, is_experts
+from autopar.cost.experts import is_experts
+from autopar.cost.op_collectives import inside
+from autopar.cost.ring import ring_axes
 from autopar.graph.calls import collective_of, is_collective, is_issue, is_transfer, is_wait, transferred, wire_bytes
 from autopar.graph.graph import Graph, Op, Tensor
 from autopar.graph.mesh import Mesh
@@ -54,7 +56,7 @@ class Charge:
     """What one call of a half costs.
 
     resource: "compute", "intra" or "inter"; op: whose call it is; kind: of a collective, "" for an operator's work; serves: what a collective
-    brings or sums ("activation", "parameter", "gradient"); wire_bytes: what a rank sends.
+    brings or sums ("activation", "parameter", "gradient"; "attention": keys and values that go round beside it); wire_bytes: what a rank sends.
     """
 
     node: fx.Node
@@ -114,7 +116,7 @@ def price(parts: Parts, plan: Plan, graph: Graph, cost: Cost, training: Training
         pay(c.stage, c.resource, seconds)
         if c.blocks:
             pay(c.stage, COMPUTE, c.seconds)
-        elif c.kind:
+        elif c.kind and c.serves != "attention":
             pay(c.stage, COMPUTE, cost.cluster.contention * seconds)
         if c.kind:
             together[c.stage, c.serves, c.kind].append(c)
@@ -146,11 +148,16 @@ def charges(parts: Parts, plan: Plan, graph: Graph, cost: Cost, prefix: str) -> 
                 op = bearers[n]
                 recompute = op.direction != stage and n not in fixed
                 aside_s = 0.0 if recompute else kept_s.get(op.name, 0.0)
-                out.append(Charge(n, stage, COMPUTE, _seconds(n, op, plan, cost, one, recompute) + aside_s, op.name))
-                if is_experts(op):
-                    for kind, axes, sent in exchanged(op, lookup(op), plan.ops[op.name].strategy, _placed(op, plan)[0], cost.mesh):
+                own_s = _seconds(n, op, plan, cost, one, recompute)
+                out.append(Charge(n, stage, COMPUTE, own_s + aside_s, op.name))
+                rule, strategy = lookup(op), plan.ops[op.name].strategy
+                if is_experts(op) or ring_axes(rule, strategy, cost.mesh):  # what is exchanged where the graph does not show it
+                    for kind, axes, sent, beside in inside(op, rule, strategy, _placed(op, plan)[0], cost.mesh):
                         c = cost.collective(kind, axes, sent)
-                        out.append(Charge(n, stage, c.link, c.seconds, op.name, kind, "activation", sent))
+                        serves = "activation" if not beside else "attention"
+                        out.append(Charge(n, stage, c.link, c.seconds, op.name, kind, serves, sent))
+                        if beside:
+                            out.append(Charge(n, stage, COMPUTE, cost.waits_s(c.seconds, beside * own_s), op.name))
             elif is_collective(n):
                 kind, axes = collective_of(n, prefix)
                 sent = wire_bytes(n, cost.mesh.sizes_product(axes))

@@ -28,21 +28,24 @@ from tests.wide import cases
 
 SEED = 3
 CASES = [
-    (name, axes, blocks, backend)
+    (name, axes, blocks, letters, backend)
     for name in ("llama", "gpt2-attention", "qwen3", "gemma3")
-    for axes, blocks in (({"a": 2}, 2), ({"a": 4}, 4), ({"dp": 2, "tp": 2}, 4), ({"a": 4}, 1))
+    for axes, blocks, letters in (
+        ({"a": 2}, 2, "q"), ({"a": 4}, 4, "q"), ({"dp": 2, "tp": 2}, 4, "q"), ({"a": 4}, 1, "q"),
+        ({"a": 4}, 4, "s"), ({"dp": 2, "tp": 2}, 2, "s"), ({"dp": 2, "tp": 2}, 4, "sq"),
+    )
     for backend in ("aot_eager", "inductor")
-]
-QUICK = [("qwen3", {"dp": 2, "tp": 2}, 4, "aot_eager")]
+]  # fmt: skip
+QUICK = [("qwen3", {"dp": 2, "tp": 2}, 4, "q", "aot_eager"), ("llama", {"a": 4}, 4, "s", "aot_eager")]
 
 
-def trained(name: str, axes: dict[str, int], blocks: int, backend: str, batch: int, seq: int, steps: int) -> list[str]:
+def trained(name: str, axes: dict[str, int], blocks: int, letters: str, backend: str, batch: int, seq: int, steps: int) -> list[str]:
     """Steps beside one device; which placements of queries the plan has."""
 
     def plan_graph(folded: Any, axes: dict[str, int], *_: Any, **more: Any) -> Planned:
         layout = Layout.of("ddp" if batch > 1 else "tp", Mesh.of(axes))
         plan = propagate(folded.graph, layout, axes, frozenset(folded.graph.params))
-        return Planned(split_evenly(plan, blocks, seq), None, None)  # type: ignore[arg-type]
+        return Planned(split_evenly(plan, folded.graph, blocks, seq, letters), None, None)  # type: ignore[arg-type]
 
     torch.manual_seed(SEED)
     one, zoo = ZOO[name].build(2).train(), ZOO[name]
@@ -70,13 +73,13 @@ def trained(name: str, axes: dict[str, int], blocks: int, backend: str, batch: i
     return sorted({str(dict(o.strategy)) for o in model.plan.ops.values() if o.kind == "attention"})
 
 
-@pytest.mark.parametrize(("name", "axes", "blocks", "backend"), cases(CASES, QUICK), ids=str)
-def test_trains_like_one_device(name: str, axes: dict[str, int], blocks: int, backend: str) -> None:
+@pytest.mark.parametrize(("name", "axes", "blocks", "letters", "backend"), cases(CASES, QUICK), ids=str)
+def test_trains_like_one_device(name: str, axes: dict[str, int], blocks: int, letters: str, backend: str) -> None:
     ranks = 1
     for n in axes.values():
         ranks *= n
-    said = run(trained, ranks, name, axes, blocks, backend, 1, 32, 2)
-    assert all("'q'" in s for rank in said for s in rank) and said[0]
+    said = run(trained, ranks, name, axes, blocks, letters, backend, 1, 32, 2)
+    assert all(f"'{x}'" in s for x in letters for rank in said for s in rank) and said[0]
 
 
 def main() -> None:
@@ -87,13 +90,14 @@ def main() -> None:
     a.add_argument("--backend", default="aot_eager")
     a.add_argument("--batch", type=int, default=1)
     a.add_argument("--seq", type=int, default=32)
+    a.add_argument("--letters", default="q", help="as of tests.spmd.test_causal_balance")
     a.add_argument("--steps", type=int, default=2)
     o = a.parse_args()
     axes: dict[str, int] = {k: int(v) for k, v in (x.split("=") for x in o.mesh.split(","))}
     ranks = 1
     for n in axes.values():
         ranks *= n
-    found: list[Any] = run(trained, ranks, o.model, axes, o.blocks, o.backend, o.batch, o.seq, o.steps)
+    found: list[Any] = run(trained, ranks, o.model, axes, o.blocks, o.letters, o.backend, o.batch, o.seq, o.steps)
     print("equal; attention split as", *found[0])
 
 

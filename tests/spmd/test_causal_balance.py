@@ -1,6 +1,6 @@
 """Queries of causal attention that are split: a stretch a rank, or blocks that are dealt out; each equals one device, and plans deal out blocks where that is balance.
 
-python -m tests.spmd.test_causal_balance --model qwen3 --mesh dp=2,tp=2 --blocks 4
+python -m tests.spmd.test_causal_balance --model qwen3 --mesh dp=2,tp=2 --blocks 4 --letters s
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from autopar.cost.compute import is_causal
+from autopar.graph.graph import Graph
 from autopar.graph.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.planner.formulation import causal_balance
@@ -37,15 +38,21 @@ def prepared(name: str, batch: int, seq: int) -> tuple[Prepared, dict[str, torch
     return prepare(zoo.build(2).train(), inputs, zoo.compile.get("loss_fn")), inputs
 
 
-def split_evenly(plan: Plan, blocks: int, queries: int) -> Plan:
-    """`plan` with all axes on the queries of attention, within each of so many blocks."""
+def split_evenly(plan: Plan, graph: Graph, blocks: int, queries: int, letters: str = "q") -> Plan:
+    """`plan` with all axes on the queries of attention (q), or on its keys beside them (s), within each of so many blocks; two letters: of the first axis, and of the others."""
     ops = dict(plan.ops)
-    for name, op in plan.ops.items():
+    made: set[str] = set()  # what is no sum any more where keys are split
+    for g in graph.ops:
+        name, op = g.name, ops[g.name]
+        if op.partial and made & {t.name for t in g.inputs}:
+            ops[name] = replace(op, partial={})
+            made |= {t.name for t in g.outputs if t is not None}
         if op.kind == "attention":
+            made |= {t.name for t in g.outputs if t is not None}
             left, strategy = queries // blocks, {}
-            for a in plan.mesh.axes:
+            for i, a in enumerate(plan.mesh.axes):
                 left //= a.size
-                strategy[a.name] = ("q", left)
+                strategy[a.name] = (letters[min(i, len(letters) - 1)], left)
             ops[name] = replace(op, strategy=strategy, partial={})
     return replace(plan, ops=ops)
 
@@ -69,26 +76,37 @@ def check(name: str, p: Prepared, inputs: dict[str, torch.Tensor], axes: Mapping
 
 
 CASES = [
-    (name, axes, blocks)
-    for name in ("llama", "gpt2", "qwen3", "gemma3")
+    (name, axes, blocks, letters)
+    for letters in ("q", "s", "sq", "qs")
+    for name in ("llama", "gpt2-attention", "qwen3", "gemma3")
     for axes, blocks in (({"a": 4}, 1), ({"a": 2}, 2), ({"a": 4}, 4), ({"dp": 2, "tp": 2}, 4))
+    if len(letters) == 1 or len(axes) == 2
+]
+QUICK = [
+    ("llama", {"a": 4}, 1, "q"),
+    ("qwen3", {"a": 4}, 4, "q"),
+    ("gpt2-attention", {"dp": 2, "tp": 2}, 4, "q"),
+    ("llama", {"a": 4}, 1, "s"),
+    ("qwen3", {"dp": 2, "tp": 2}, 4, "s"),
+    ("llama", {"dp": 2, "tp": 2}, 4, "sq"),
+    ("llama", {"dp": 2, "tp": 2}, 4, "qs"),
 ]
 
 
-@pytest.mark.parametrize(("name", "axes", "blocks"), cases(CASES, [CASES[0], CASES[10], CASES[7]]), ids=str)
-def test_equals_one_device(name: str, axes: dict[str, int], blocks: int) -> None:
-    run(name, axes, blocks, batch=1, seq=32)
+@pytest.mark.parametrize(("name", "axes", "blocks", "letters"), cases(CASES, QUICK), ids=str)
+def test_equals_one_device(name: str, axes: dict[str, int], blocks: int, letters: str) -> None:
+    run(name, axes, blocks, letters, batch=1, seq=32)
 
 
-def run(name: str, axes: dict[str, int], blocks: int, batch: int, seq: int) -> None:
+def run(name: str, axes: dict[str, int], blocks: int, letters: str, batch: int, seq: int) -> None:
     p, inputs = prepared(name, batch, seq)
     trainable = frozenset(n for n, q in p.model.named_parameters() if q.requires_grad)
     plan = propagate(p.graph, Layout.of("ddp" if batch > 1 else "tp", Mesh.of(axes)), axes, trainable)
-    check(name, p, inputs, axes, split_evenly(plan, blocks, seq))
+    check(name, p, inputs, axes, split_evenly(plan, p.graph, blocks, seq, letters))
 
 
 def test_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More ranks than heads, one sample: queries are split within blocks, all through the model, and the plan is faster than one of stretches."""
+    """More ranks than heads, one sample: queries are split within blocks, with keys beside them or not, all through the model, and the plan is faster than one of stretches."""
     p, inputs = prepared("llama", 1, 256)
     axes = {"a": 8}
     trainable = frozenset(n for n, q in p.model.named_parameters() if q.requires_grad)
@@ -103,7 +121,7 @@ def test_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     attention = [op for op in p.graph.ops if lookup(op).kind == "attention"]
     assert attention and all(map(is_causal, attention))
     for op in attention:
-        strides = [stride for x, stride in blocks.plan.ops[op.name].strategy.values() if x == "q"]
+        strides = [stride for x, stride in blocks.plan.ops[op.name].strategy.values() if x in ("q", "s")]
         assert strides and max(strides) * 2 <= 256 // 8, strides
     assert blocks.plan.predicted["step_time_s"] < stretches.plan.predicted["step_time_s"]
     check("llama", p, inputs, axes, blocks.plan)
@@ -116,8 +134,11 @@ def main() -> None:
     a.add_argument("--blocks", type=int, default=4)
     a.add_argument("--batch", type=int, default=1)
     a.add_argument("--seq", type=int, default=32)
+    a.add_argument(
+        "--letters", default="q", help="q: queries; s: keys beside them, which go round; two: of the first axis, and of the others"
+    )
     o = a.parse_args()
-    run(o.model, {k: int(v) for k, v in (x.split("=") for x in o.mesh.split(","))}, o.blocks, o.batch, o.seq)
+    run(o.model, {k: int(v) for k, v in (x.split("=") for x in o.mesh.split(","))}, o.blocks, o.letters, o.batch, o.seq)
     print("equal")
 
 

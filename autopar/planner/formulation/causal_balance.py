@@ -8,10 +8,10 @@ sequence is cut into m blocks, in all operators that have it: one more place for
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from autopar.cost.compute import flops, is_causal
-from autopar.graph.graph import Graph
+from autopar.graph.graph import Graph, Op
 from autopar.graph.mesh import Mesh
 from autopar.rules.grammar import Rule
 
@@ -22,17 +22,27 @@ SHARE = 1 / 8  # attention's of forward's FLOPs: balance wins at most half of it
 
 def balancing_cuts(graph: Graph, rules: Mapping[str, Rule], mesh: Mesh) -> dict[tuple[str, str], int]:
     """(op, letter) -> the stride at which blocks of its queries begin. Empty where samples are enough for all devices, or attention is little of the work."""
-    forward = [op for op in graph.ops if op.direction == "forward"]
-    work = {op.name: flops(op, rules[op.name], {}, Mesh(())) for op in forward}
-    causal = [op for op in forward if rules[op.name].kind == "attention" and is_causal(op)]
-    if not causal or sum(work[op.name] for op in causal) < SHARE * sum(work.values()):
-        return {}
     found = {}
-    for op in causal:
-        size = {x: f.size for x, f in rules[op.name].factors.items()}
-        ranks = mesh.size // math.gcd(mesh.size, size["b"])
-        if ranks > 1 and size["q"] == size["s"]:
-            blocks = next((m for m in BLOCKS if size["q"] % (m * mesh.size) == 0 and size["q"] >= ROWS * m * ranks), None)
-            if blocks is not None:
-                found[op.name, "q"] = size["q"] // blocks
+    for op, size, ranks in _long(graph, rules, mesh, is_causal):
+        blocks = next((m for m in BLOCKS if size["q"] % (m * mesh.size) == 0 and size["q"] >= ROWS * m * ranks), None)
+        if blocks is not None:
+            found[op.name, "q"] = size["q"] // blocks
     return found
+
+
+def in_rings(graph: Graph, rules: Mapping[str, Rule], mesh: Mesh) -> dict[str, int]:
+    """op -> how many neighbouring keys a rank has at least, of attention whose keys may go round (`autopar.kernels.ring`). Empty where nothing has to be split, as above."""
+    found = _long(graph, rules, mesh, lambda op: bool(rules[op.name].alongside))
+    return {op.name: ROWS for op, size, ranks in found if size["s"] >= ROWS * ranks}
+
+
+def _long(graph: Graph, rules: Mapping[str, Rule], mesh: Mesh, wanted: Callable[[Op], bool]) -> list[tuple[Op, dict[str, int], int]]:
+    """Attention over a sequence that some devices have to share, as there are fewer samples, if it is much of the work: the sizes of its loops, how many share."""
+    forward = [op for op in graph.ops if op.direction == "forward"]
+    attention = [op for op in forward if rules[op.name].kind == "attention" and wanted(op)]
+    work = {op.name: flops(op, rules[op.name], {}, Mesh(())) for op in forward} if attention else {}
+    if sum(work[op.name] for op in attention) < SHARE * sum(work.values()):
+        return []
+    sizes = [{x: f.size for x, f in rules[op.name].factors.items()} for op in attention]
+    many = [mesh.size // math.gcd(mesh.size, size["b"]) for size in sizes]
+    return [(op, size, n) for op, size, n in zip(attention, sizes, many, strict=True) if n > 1 and size["q"] == size["s"]]

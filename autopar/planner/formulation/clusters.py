@@ -20,12 +20,12 @@ from typing import Any
 from autopar.graph.graph import Graph, Op, Tensor
 from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
-from autopar.planner.formulation.causal_balance import balancing_cuts
+from autopar.planner.formulation.causal_balance import balancing_cuts, in_rings
 from autopar.planner.formulation.composite_dims import letter_cuts
 from autopar.planner.formulation.matching_loops import Loops
 from autopar.planner.formulation.strategies import OpStrategy, strategies
 from autopar.rules.grammar import Rule
-from autopar.rules.strategy import is_legal, letter_at, placements
+from autopar.rules.strategy import follows, is_legal, letter_at, placements
 
 DEPTH = 6  # how many cheap ops a reduction is looked for
 
@@ -75,6 +75,7 @@ class _Builder:
     def __init__(self, graph: Graph, rules: Mapping[str, Rule], mesh: Mesh) -> None:
         self.graph, self.rules, self.mesh = graph, rules, mesh
         self.cuts = letter_cuts(graph, rules, balancing_cuts(graph, rules, mesh))
+        self.in_rings = in_rings(graph, rules, mesh)
         self.maker = {t.name: (op, i) for op in graph.ops for i, t in enumerate(op.outputs) if t is not None}
         self.readers: dict[str, list[Op]] = {}
         for op in graph.ops:
@@ -286,7 +287,7 @@ class _Builder:
         split: dict[str, tuple[str, int]] = {}
         for axis, at in p.where.items():
             found = letter_at(rule.inputs[index], at, self.mesh.axis_size(axis), rule)
-            if found is None or not rule.factors[found[0]].split:
+            if found is None or not follows(rule, found[0]):
                 return None
             if (
                 rule.kind != "view"
@@ -325,7 +326,9 @@ class _Builder:
         passes = frozenset({0}) if self.is_gradient_for_all(op) else frozenset(range(len(op.inputs)))
         over = [self.summed(op.inputs[i].name) for i in sorted(passes)] if op.direction == "backward" and passes in rule.linear else []
         summed = sorted(set.intersection(*over)) if over else ()
-        found = strategies(op, rule, self.mesh, self.cuts, summed, passes, self.reduced(op), op.name in self.for_all)
+        found = strategies(
+            op, rule, self.mesh, self.cuts, summed, passes, self.reduced(op), op.name in self.for_all, self.in_rings.get(op.name, 0)
+        )
         found = [s for s in found if is_legal(rule, dict(s.split), self.mesh)]
         self.clusters.append(Cluster(op.name, len(found), tuple(s.label for s in found)))
         joined = self.join(op, len(self.clusters) - 1, found)
@@ -463,7 +466,7 @@ class _Builder:
         split = {}
         for axis, at in p.where.items():
             found = letter_at(outs, at, self.mesh.axis_size(axis), rule)
-            if found is None or not rule.factors[found[0]].split:
+            if found is None or not follows(rule, found[0]):
                 return None
             split[axis] = found
         if p.partial and (frozenset({0}) not in rule.linear or any(r != "sum" for _, r in p.partial)):

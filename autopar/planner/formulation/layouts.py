@@ -254,10 +254,10 @@ class _Roles:
         mine = [dims for t, dims in zip(op.inputs, rule.inputs, strict=True) if t.name in self.names.clusters.chain]
         own = {x for dims in mine for group in dims for x in group}
         if own:
-            return [Loop(x, 1, rule.factors[x].size) for x in rule.factors if x in own and x not in rule.pairs]
+            return [Loop(x, 1, rule.factors[x].size) for x in rule.factors if x in own and x not in rule.taken]
         found = []
         for x, f in rule.factors.items():
-            if f.split and x not in rule.pairs and (f.reduce is None or rule.kind == "loss"):
+            if f.split and x not in rule.taken and (f.reduce is None or rule.kind == "loss"):
                 of_inputs = [loop for loop in (*loops.batch, *loops.others) if loop.letter == x]
                 minor = min((loop.low for loop in of_inputs), default=f.size)  # (b heads): the heads
                 major = max((loop.low * loop.size for loop in of_inputs), default=f.size)

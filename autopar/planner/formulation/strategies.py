@@ -36,17 +36,20 @@ class OpStrategy:
 
 @dataclass(frozen=True)
 class _Slot:
-    """A stretch of a letter between two cuts. beside: letters, with their sizes, one of which every axis takes that is put here (`Rule.pairs`)."""
+    """A stretch of a letter between two cuts. beside: letters, with their sizes, one of which every axis takes that is put here (`Rule.pairs`). of: the letter whose
+    stretch it is, where another one is split alongside (`Rule.alongside`); least: of a rank's part of that, so much."""
 
     letter: str
     low: int
     high: int
     beside: tuple[tuple[str, int], ...] = ()
+    of: str = ""
+    least: int = 1
 
     @property
     def room(self) -> _Slot:
         """The stretch itself, whatever is beside it."""
-        return replace(self, beside=())
+        return _Slot(self.of or self.letter, self.low, self.high)
 
 
 def strategies(
@@ -58,11 +61,13 @@ def strategies(
     passes: frozenset[int] = frozenset(),
     without: frozenset[str] = frozenset(),
     repeats: bool = False,
+    least: int = 0,
 ) -> list[OpStrategy]:
-    """summed: axes over which operands `passes` may be Partial, and the outputs with them; without: letters not to split; repeats: a heavy op may leave an axis idle that it could use."""
+    """summed: axes over which operands `passes` may be Partial, and the outputs with them; without: letters not to split; repeats: a heavy op may leave an axis idle that it could use;
+    least: loops that take others along (`Rule.alongside`) may be split, into parts of so much; 0: they are not."""
     slots = []
     for x, f in rule.factors.items():
-        if f.split and f.size > 1 and x not in without and x not in rule.pairs:
+        if f.split and f.size > 1 and x not in without and x not in rule.taken:
             at = cuts.get((op.name, x), (1, f.size))
             mine = [_Slot(x, lo, hi) for lo, hi in itertools.pairwise(at) if hi > lo]
             # (b s) may be split along either; of a product's features, (heads d), only the major part: attention keeps d whole. Where queries, keys
@@ -70,6 +75,8 @@ def strategies(
             slots += mine[::-1] if rule.kind != "matmul" or _is_kept(rule, x) else _major(mine, mesh)
             beside = tuple((y, rule.factors[y].size) for y, other in rule.pairs.items() if other == x and rule.factors[y].split)
             slots += [replace(s, beside=beside) for s in mine[::-1] if beside]
+            along = [y for y, other in rule.alongside.items() if other == x and rule.factors[y].split and least]
+            slots += [replace(s, letter=y, of=x, least=least) for y in along for s in mine[::-1]]
     found: dict[OpStrategy, None] = {}
     parents = [p for p, size in mesh.parents.items() if size > 1]
 
@@ -144,7 +151,7 @@ def _fits(children: Sequence[str], slot: _Slot, used: Mapping[_Slot, int], mesh:
     taken, free = used.get(slot.room, 1), _free(slot, used)
     for c in children:
         taken *= mesh.axis_size(c)
-        if room % taken or (slot.beside and mesh.axis_size(c) not in free):
+        if room % taken or (slot.beside and mesh.axis_size(c) not in free) or room < taken * slot.least:
             break
         if slot.beside:
             free.remove(mesh.axis_size(c))

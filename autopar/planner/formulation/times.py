@@ -26,7 +26,7 @@ class Times:
     def of_copies(
         self, op: Op, stage: int, segment: int | None = None, recompute: bool = False
     ) -> list[list[tuple[int, dict[int, float]]]]:
-        """Per strategy and operator in the graph: of how many it is, and what one of them takes. Collectives inside them block."""
+        """Per strategy and operator in the graph: of how many it is, and what one of them takes; compute waits for collectives inside them, but for what runs beside."""
         chosen = self.clusters.clusters[self.clusters.of[op.name]].members[op.name]
         known: dict[OpStrategy, list[tuple[int, dict[int, float]]]] = {}
         for s, strategy in enumerate(chosen):
@@ -38,11 +38,12 @@ class Times:
                 if segment is not None and self.program.q.segment[copy.name] != segment:
                     continue
                 rule, split, spent = self.program.rules[copy.name], dict(strategy.split), defaultdict[int, float](float)
-                spent[account(stage, "compute")] += self.cost.op(copy, rule, split, want, made, recompute).seconds
-                for kind, axes, sent in inside(copy, rule, split, want, self.mesh):
+                own_s = self.cost.op(copy, rule, split, want, made, recompute).seconds
+                spent[account(stage, "compute")] += own_s
+                for kind, axes, sent, beside in inside(copy, rule, split, want, self.mesh):
                     c = self.cost.collective(kind, axes, sent)
-                    for resource in (c.link, "compute"):
-                        spent[account(stage, resource)] += c.seconds
+                    spent[account(stage, c.link)] += c.seconds
+                    spent[account(stage, "compute")] += self.cost.waits_s(c.seconds, beside * own_s)
                 known[strategy].append((self.program.q.times[copy.name], spent))
         return [known[s] for s in chosen]
 

@@ -118,8 +118,11 @@ class Calls:
             home, What(base_name(op), self._module(op, home), COMPUTE, self._stack(home), recompute=recompute),
             cost.seconds + (self.kept_s.get(op.name, 0.0) if phase == RUN else 0.0), cost.bytes, at,
         )  # fmt: skip
-        within = inside(op, rule, split, want, f.mesh)
-        self._collectives(home, self._maker(op, home), "activation", within, at if phase != RUN else replace(at, phase=MADE))
+        there = at if phase != RUN else replace(at, phase=MADE)
+        for kind, axes, sent, beside in inside(op, rule, split, want, f.mesh):
+            taken = f.cost.collective(kind, axes, sent)  # of one that runs beside its own operator: what the device waits for
+            waits_s = f.cost.waits_s(taken.seconds, beside * cost.seconds)
+            self._emit(home, What(kind, self._maker(op, home), taken.link, self._stack(home), "activation", axes), waits_s, sent, there)
 
     def _count_flops(self, op: Op, home: Home) -> None:
         rule = self.program.rules[op.name]
