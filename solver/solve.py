@@ -25,13 +25,15 @@ from autopar.solver.problem import Decision, Problem
 
 @dataclass(frozen=True)
 class Limits:
-    """seconds: of planning, from capture to plan; in_proportion: fewer where a step takes milliseconds; memory_bytes: of the process that plans."""
+    """seconds: of planning, from capture to plan; in_proportion: fewer where a step takes milliseconds; memory_bytes: of the process that plans; may_fail: there is a plan already,
+    as other micro-batches: at the end of the time there need be none of these."""
 
     gap: float = 0.01
     seconds: float = 60.0
     nodes: int = 10_000
     in_proportion: bool = False
     memory_bytes: float = float("inf")
+    may_fail: bool = False
 
 
 @dataclass(frozen=True)

@@ -95,8 +95,10 @@ class Attempt:
 
     @property
     def left(self) -> Limits:
-        """For a call of the solver. Until there is an answer, some time in any case."""
-        return replace(self.limits, seconds=max(0.0 if self.has_answer else FIRST_S, self.until - time.perf_counter()))
+        """For a call of the solver. Until there is an answer, some time in any case, unless the attempt may fail."""
+        return replace(
+            self.limits, seconds=max(0.0 if self.has_answer or self.limits.may_fail else FIRST_S, self.until - time.perf_counter())
+        )
 
     @property
     def until(self) -> float:

@@ -2,8 +2,9 @@
 
 As more micro-batches a batch takes no less of anything but memory. By the prices here a kernel, and a collective, of part of the data takes no less than that part of
 the time; parameters are gathered each time; gradients are reduced, and the optimizer steps, as often as before; and where compute hides what is sent, the sum of maxima is no less than the
-maximum of sums. What does get less is what a micro-batch has in memory. So the bound is of the same program with one row of memory left: what the optimizer's step needs
-(parameters, gradients, state), but for the batch itself.
+maximum of sums. What does get less is what a micro-batch has in memory. So the bound is of the same program with two rows of memory left: what the optimizer's step needs
+(parameters, gradients, state), but for the batch itself; and what is there between micro-batches: parameters, state, and gradients that are not reduced yet, as large as
+the devices that have samples of their own make them.
 
 Where that bound is as good as the plan, memory cost it nothing, and more micro-batches need not be tried.
 """
@@ -12,15 +13,18 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from dataclasses import replace
 
 from autopar.planner.formulation.instead import Instead
 from autopar.planner.formulation.lower_bound import lower_bound_problem
 from autopar.planner.formulation.memory_rows import IN_STEP
 from autopar.planner.formulation.names import Names
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.stages import Stages
+from autopar.planner.views import View
 from autopar.solver.frontier import Relaxation
-from autopar.solver.problem import Problem, Row
+from autopar.solver.problem import Key, Problem, Row
 
 SECONDS = 10.0  # for one relaxation: what it may save is to plan more micro-batches
 
@@ -37,12 +41,13 @@ def bound_of_more(stages: Stages, instead: Instead | None = None) -> float:
         problem, names = lower_bound_problem(f, merged, whole), f.names
     else:
         return 0.0
+    more = () if stages.bounding is None else (between_calls(problem, names, stages.view(), stages.training),)
     bound_s = math.inf
     stages.begin("bound of more micro-batches")
     forms = (problem,) if instead is None else (problem, instead.problem(problem, names, graph))
     try:
         for form in forms:
-            found = Relaxation(at_the_step(form, names)).at(stages.training.budget_bytes, replace(stages.left, seconds=SECONDS))
+            found = Relaxation(at_the_step(form, names, more)).at(stages.training.budget_bytes, replace(stages.left, seconds=SECONDS))
             bound_s = min(bound_s, math.inf if found is None else found.tangent.at_s)
     except TimeoutError:
         bound_s = 0.0
@@ -50,10 +55,30 @@ def bound_of_more(stages: Stages, instead: Instead | None = None) -> float:
     return bound_s
 
 
-def at_the_step(problem: Problem, names: Names) -> Problem:
-    """`problem` with the memory of the optimizer's step alone, but for the batch."""
+def at_the_step(problem: Problem, names: Names, more: tuple[Row, ...] = ()) -> Problem:
+    """`problem` with the memory of the optimizer's step alone, but for the batch, and rows `more`."""
 
     def without_batch(row: Row) -> Row:
         return replace(row, terms=tuple((key, n) for key, n in row.terms if key[:2] != ("x", names.inputs)))
 
-    return replace(problem, rows=tuple(without_batch(row) for row in problem.rows if row.name == IN_STEP), limits=())
+    return replace(problem, rows=(*(without_batch(row) for row in problem.rows if row.name == IN_STEP), *more), limits=())
+
+
+def between_calls(problem: Problem, names: Names, v: View, training: TrainingConfig) -> Row:
+    """What a device holds between two micro-batches: parameters, the optimizer's state, unreduced gradients."""
+    graph, q = v.shrunk.graph, v.q
+    updated = {q.tensor_rep[t.name] for n, t in graph.params.items() if n in training.trainable}
+    terms: dict[Key, float] = defaultdict(float)
+    for name, t in graph.params.items():
+        c, options = names.storage[q.group[t.name]]
+        times, trained, grad = q.tensor_times[t.name], q.tensor_rep[t.name] in updated, graph.grads.get(name)
+        for i, o in enumerate(options):
+            local = math.prod(o.placement.local_shape(names.mesh))
+            terms["x", c, i] += times * local * (training.master_bytes + (training.state_bytes if trained else 0.0))
+        if trained and grad is not None:
+            value = names.value_of[q.group[grad]]
+            of, nodes, itemsize = problem.values[value], names.nodes[value], names.itemsize[problem.values[value].name]
+            for end in flow.supplies if (flow := of.backward or of.forward) else ():
+                for s, n in enumerate(end.nodes):
+                    terms["x", end.choice, s] += times * itemsize * math.prod(nodes[n].local_shape(names.mesh))
+    return Row("between micro-batches", 0.0, tuple(terms.items()))

@@ -122,13 +122,15 @@ class Planner:
         since = None if self.has_begun and self.limits.in_proportion else self.on_progress.start
         self.has_begun = True
         instead = other_of(t)
+        has_plan = hand is None and any(isinstance(p, Plan) for p in self.made.values())
+        limits = replace(self.limits, may_fail=has_plan and not self.least and not self.limits.in_proportion)
 
         def keep(stages: Stages) -> None:
             if t is first:
                 self.more[tuple(t.mesh_axes.values()), m] = cache(lambda: m * bound_of_more(stages, instead))
 
         found = plan_graph(
-            t.folded, t.mesh_axes, t.cluster, t.training, self.limits, self.on_progress, hand or self.layout, self.least, since,
+            t.folded, t.mesh_axes, t.cluster, t.training, limits, self.on_progress, hand or self.layout, self.least, since,
             instead if says_other else None, keep,
         )  # fmt: skip
         training = within(t.training, found.plan) if self.least else t.training

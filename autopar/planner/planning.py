@@ -194,7 +194,7 @@ def plan_graph(
         try:
             done = solved(step)
         except TimeoutError:
-            if least:
+            if least or step.stages.limits.may_fail:
                 raise
             patience_s = PATIENT_S if step.stages.limits.in_proportion else LEAST_S
             with watching(until=time.perf_counter() + max(patience_s, step.stages.limits.seconds)):

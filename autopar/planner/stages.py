@@ -85,6 +85,8 @@ class Stages(Attempt):
             if may_merge and axes > 1:
                 with contextlib.suppress(TimeoutError):
                     return self.by_merging(v, bound_s)
+            if self.limits.may_fail:
+                raise NoAnswer("it was out of time", bound_s)
             return self.by_descent(v, bound_s)
 
     def by_descent(self, v: View, bound_s: float) -> Found:

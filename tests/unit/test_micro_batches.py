@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
 
@@ -211,7 +212,8 @@ def test_what_cannot_be_parted_is_planned_whole() -> None:
 
 
 def test_room_is_for_all_that_backward_reads() -> None:
-    """The least number of which the activations of one fit: as a device has less memory, more of them; never more than leave a sample for each device."""
+    """The least number of which the activations of one fit: as a device has less memory, more of them; never more than leave a sample for each device, and one where gradients
+    that are not reduced yet leave no room."""
     zoo = ZOO["llama"]
     p = captured("llama")
     folded = fold(p.graph)
@@ -219,12 +221,13 @@ def test_room_is_for_all_that_backward_reads() -> None:
     measured = sum(t.nbytes for t in _saved(zoo))
     assert measured <= 1.5 * kept and kept <= 3 * measured
     numbers = candidates(8)
+    light, heavy = (replace(folded, graph=replace(p.graph, params=params)) for params in ({}, p.graph.params))
     for devices in (1, 2, 4):
-        found = [
-            roomy(numbers, folded, devices, TrainingConfig(frozenset(), budget_bytes=budget), 8)
-            for budget in (1e12, kept / devices, kept / devices / 2, 1.0)
-        ]
+        budgets = (1e12, kept / devices, kept / devices / 2, 1.0)
+        found = [roomy(numbers, light, devices, TrainingConfig(frozenset(), budget_bytes=budget), 8) for budget in budgets]
         assert found[0] == 1 and found == sorted(found) and found[-1] == 8 // devices, found
+        gradients = sum(t.nbytes for t in p.graph.params.values())
+        assert roomy(numbers, heavy, devices, TrainingConfig(frozenset(), budget_bytes=1.2 * gradients), 8) == 1
 
 
 def _saved(zoo: Any) -> list[torch.Tensor]:
