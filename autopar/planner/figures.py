@@ -12,7 +12,7 @@ In: the folded program, and the decision of a solved problem. Out: numbers, some
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from autopar.cost import compute, loss_head
 from autopar.graph.graph import Tensor
@@ -27,9 +27,11 @@ ATTENTION_BACKWARD = 2.0  # of the model's FLOPs: the kernel computes the scores
 LINKS = ("intra", "inter")
 
 
-def figures(folded: Folded, mesh: Mesh, cluster: Cluster, problem: Problem, decision: Decision, step_s: float) -> dict[str, float]:
-    """The numbers of the module's head, by name."""
-    out = {"exposed_s": exposed_s(problem, decision)}
+def figures(
+    folded: Folded, mesh: Mesh, cluster: Cluster, problem: Problem, decision: Decision, step_s: float, hidden: Mapping[int, float]
+) -> dict[str, float]:
+    """The numbers of the module's head, by name. hidden: per stage, seconds of collectives inside operators that these hide themselves."""
+    out = {"exposed_s": exposed_s(problem, decision, hidden)}
     if step_s <= 0:
         return out
     if tokens := tokens_of(folded.graph.inputs):
@@ -66,10 +68,10 @@ def model_flops(folded: Folded, mesh: Mesh) -> dict[str, float]:
     return out
 
 
-def exposed_s(problem: Problem, decision: Decision) -> float:
+def exposed_s(problem: Problem, decision: Decision, hidden: Mapping[int, float]) -> float:
     """How much shorter the step would be if nothing was communicated."""
     busy: dict[tuple[int, str], float] = defaultdict(float)
-    kernels: dict[int, float] = defaultdict(float)  # by stage
+    kernels: dict[int, float] = defaultdict(float, hidden)  # by stage; what is hidden is in no account of compute
     for times, moves in _paid(problem, decision):
         for a, seconds in times.items():
             stage, resource = problem.accounts[a].stage, problem.accounts[a].resource

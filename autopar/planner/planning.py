@@ -278,6 +278,8 @@ def plan_of(step: Step, done: Found, budget_bytes: float) -> Plan:
     plan = apply(folded, done.shrunk, done.rules, step.mesh, step.training, done.problem, done.names, found.decision)
     stages = dict(zip((f"{s}_s" for s in done.problem.stages), found.price.stage_s, strict=True))
     told = profile(done.formulated, done.problem, found.decision)
+    rerun = {done.names.reruns[i] for i in found.decision.rerun}
+    hidden = done.formulated.times.hidden(found.decision.strategies, rerun)
     return replace(
         plan,
         layout=plan.layout if step.hand is None else step.hand.name,
@@ -288,7 +290,7 @@ def plan_of(step: Step, done: Found, budget_bytes: float) -> Plan:
         predicted={
             "step_time_s": found.objective_s,
             **stages,
-            **figures(folded, step.mesh, step.cluster, done.problem, found.decision, found.objective_s),
+            **figures(folded, step.mesh, step.cluster, done.problem, found.decision, found.objective_s, hidden),
             "peak_memory_bytes": max(found.price.row_bytes),
             "blocking_collectives": blocking(done.problem, done.names, found.decision, done.formulated.wires),
             "budget_bytes": budget_bytes,

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from autopar.cost import Cost
 from autopar.cost.compute import is_causal
 from autopar.graph.graph import Graph
 from autopar.graph.mesh import Mesh
+from autopar.passes.manager import overlap
 from autopar.plan.plan import Plan
 from autopar.planner.formulation import causal_balance
 from autopar.planner.formulation.training import TrainingConfig
@@ -24,6 +26,7 @@ from autopar.planner.layout import Layout
 from autopar.planner.planning import plan_graph
 from autopar.planner.propagate import propagate
 from autopar.rules import lookup
+from autopar.simulate.price import price
 from autopar.solver.solve import Limits
 from tests.models import ZOO
 from tests.spmd.simulate import Prepared, fake_world, one_device, prepare, simulated
@@ -125,6 +128,12 @@ def test_planned(monkeypatch: pytest.MonkeyPatch) -> None:
         assert strides and max(strides) * 2 <= 256 // 8, strides
     assert blocks.plan.predicted["step_time_s"] < stretches.plan.predicted["step_time_s"]
     check("llama", p, inputs, axes, blocks.plan)
+    assert any(x == "s" for op in attention for x, _ in blocks.plan.ops[op.name].strategy.values())  # here the ring hides
+    with fake_world(8):
+        parts = overlap(simulated(p, axes, blocks.plan).parts, "sim")
+    cost = Cost.compiled(cluster(8), Mesh.of(axes), p.graph, {op.name: lookup(op) for op in p.graph.ops})
+    got = price(parts, blocks.plan, p.graph, cost, TrainingConfig(trainable), "sim")
+    assert math.isclose(got.step_time_s, blocks.plan.predicted["step_time_s"], rel_tol=1e-6), got
 
 
 def main() -> None:

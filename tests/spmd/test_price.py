@@ -94,7 +94,9 @@ def least(name: str, axes: str) -> float:
 def simulate(name: str, axes: str, found: Planned, got: Price, parts: Parts) -> Replay:
     """The step without the optimizer; memory with its state."""
     seconds: dict[Any, tuple[str, float]] = {}
-    for c in got.charges:  # what an operator exchanges inside is a part of it
+    for c in got.charges:  # what an operator exchanges inside is a part of it, unless it runs beside
+        if c.serves == "attention":
+            continue
         resource, before = seconds.get(c.node, (c.resource, 0.0))
         seconds[c.node] = resource, before + c.seconds
     p, _ = captured(name)

@@ -37,7 +37,8 @@ def test_exposed_communication_is_what_the_step_would_save_without_any() -> None
         budget_bytes=0.0,
     )  # fmt: skip
     decision = Decision((0,), {}, frozenset(), {(0, 0): frozenset({0}), (0, 1): frozenset({0})})
-    assert exposed_s(problem, decision) == pytest.approx((4.0 + 2.0 - 3.0) + (7.0 - 5.0))
+    assert exposed_s(problem, decision, {}) == pytest.approx((4.0 + 2.0 - 3.0) + (7.0 - 5.0))
+    assert exposed_s(problem, decision, {0: 0.5}) == pytest.approx((4.0 + 2.0 - 3.5) + (7.0 - 5.0))
 
 
 class Pair(nn.Module):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import transformers
 
 import autopar
 from autopar.models import configs as models
 from autopar.plan.plan import Plan
-from autopar.planner.formulation import causal_balance
+from autopar.planner.formulation import causal_balance, clusters
 from benchmarks.context import ways
 from tests.wide import wide
 
@@ -38,6 +40,17 @@ def test_queries_between_nodes() -> None:
     split = ways(plan, 262144)
     assert len(split) == 2 and any(s.startswith("8 x heads") for s in split), split
     assert any("queries in" in s and s.startswith("8 x") for s in split), split
+
+
+def test_keys_go_round_between_nodes() -> None:
+    """Where that hides behind attention, and gathering them does not: keys and values of eight heads' queries, from node to node."""
+    with mock.patch.object(clusters, "in_rings", lambda *_: {}):
+        gathered = planned("h100:4x8", 1, 65536, "4x8")
+    ring = planned("h100:4x8", 1, 65536, "4x8")
+    assert "4 x queries in 4 blocks, keys going round" in ways(ring, 65536), ways(ring, 65536)
+    assert "4 x queries in 4 blocks, keys gathered" in ways(gathered, 65536), ways(gathered, 65536)
+    for figure in ("step_time_s", "exposed_s", "peak_memory_bytes"):
+        assert ring.predicted[figure] < gathered.predicted[figure]
 
 
 @wide

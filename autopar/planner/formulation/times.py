@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from autopar.cost import Cost
 from autopar.cost.op_collectives import inside
@@ -46,6 +46,31 @@ class Times:
                     spent[account(stage, "compute")] += self.cost.waits_s(c.seconds, beside * own_s)
                 known[strategy].append((self.program.q.times[copy.name], spent))
         return [known[s] for s in chosen]
+
+    def hidden(self, strategies: Sequence[int], rerun: Collection[tuple[str, int]]) -> dict[int, float]:
+        """Per stage, seconds of links that operators' own compute hides: of keys and values that go round. rerun: classes and segments that run again in backward."""
+        found: dict[int, float] = defaultdict(float)
+        for name, copies in self.program.copies.items():
+            if not self.program.rules[name].alongside:
+                continue
+            c = self.clusters.of[name]
+            s = strategies[c]
+            split, want, made = (
+                dict(self.clusters.clusters[c].members[name][s].split),
+                self.clusters.want[name][s],
+                self.clusters.made[name][s],
+            )
+            for copy in copies:
+                rule = self.program.rules[copy.name]
+                own_s = self.cost.op(copy, rule, split, want, made).seconds
+                seconds = 0.0
+                for kind, axes, sent, beside in inside(copy, rule, split, want, self.mesh):
+                    taken_s = self.cost.collective(kind, axes, sent).seconds
+                    seconds += taken_s - self.cost.waits_s(taken_s, beside * own_s)
+                again = (name, self.program.q.segment[copy.name]) in rerun
+                for stage in (int(copy.direction == "backward"), *([1] if again else [])):
+                    found[stage] += self.program.q.times[copy.name] * seconds
+        return found
 
     def recompute(self, op: Op, segment: int) -> tuple[tuple[dict[int, float], ...], tuple[dict[int, float], ...]]:
         """What it takes to run the operators of a class and segment again: all of them; and as many that take as little as any does. Of a share it is not said which
