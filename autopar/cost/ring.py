@@ -4,6 +4,8 @@
     backward   as many, each beside what one n-th is of backward, and with it go the sums of dk and dv that are here, in float32 at least; these make one more hop, at the end
     merging    a block's results into those of blocks before: out is read, and read and written in float32, n times; backward does so with dq, dk and dv
 
+    memory     the block that is computed with and the one that arrives; out in float32; backward: dq in float32, sums that are made, sent and arriving
+
 A hop waits for the slowest link between neighbours (`links.py`, "ring"): as long as it takes more than its n-th of the compute, the device waits.
 """
 
@@ -55,3 +57,14 @@ def merging(op: Op, rule: Rule, strategy: Strategy, n: Mapping[str, int], mesh: 
     here = heads * n["e"] + n["b"] * n["g"] * n["s"] * (n["e"] + n["d"]) if "_backward" in op.target else heads * n["d"]
     blocks = math.ceil(rule.factors["q"].size / max(1, max(s for a, (_, s) in strategy.items() if a in axes) * ranks))
     return float(ranks * here * (size + 2 * max(size, 4))), float(2 * ranks * blocks)
+
+
+def workspace_bytes(op: Op, rule: Rule, strategy: Strategy, n: Mapping[str, int], mesh: Mesh) -> float:
+    """What is there while it runs, besides operands and results."""
+    if not ring_axes(rule, strategy, mesh):
+        return 0.0
+    size = DTYPE_BYTES.get(op.inputs[0].dtype, 4)
+    block, heads = n["b"] * n["g"] * n["s"] * (n["e"] + n["d"]), n["b"] * n["g"] * n["r"] * n["q"]
+    if "_backward" in op.target:
+        return float(2 * block * size + (3 * block + heads * n["e"]) * max(size, 4))
+    return float(2 * block * size + heads * n["d"] * max(size, 4))

@@ -48,7 +48,7 @@ LETTERS = {
     "aten.embedding": {"d0": "batch", "d1": "sequence", "v": "vocabulary", "d": "features"},
     "autopar.linear_log_prob_v1": {"t": "tokens", "v": "vocabulary"},
     "autopar.experts_v1": {"t": "tokens", "f": "features", **{f"x{i}": "experts" for i in range(16)}},
-    "autopar.attention_v2": {"b": "batch", "g": "heads", "r": "query heads", "q": "queries"},
+    "autopar.attention_v2": {"b": "batch", "g": "heads", "r": "query heads", "q": "queries", "s": "ring"},
 }
 SAID = {
     "save": "kept for backward",

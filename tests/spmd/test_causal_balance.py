@@ -101,11 +101,20 @@ def test_equals_one_device(name: str, axes: dict[str, int], blocks: int, letters
     run(name, axes, blocks, letters, batch=1, seq=32)
 
 
-def run(name: str, axes: dict[str, int], blocks: int, letters: str, batch: int, seq: int) -> None:
+@pytest.mark.parametrize("letters", ["q", "s"])
+def test_runs_again_in_backward(letters: str) -> None:
+    run("llama", {"dp": 2, "tp": 2}, 2, letters, batch=1, seq=32, again=True)
+
+
+def run(name: str, axes: dict[str, int], blocks: int, letters: str, batch: int, seq: int, again: bool = False) -> None:
     p, inputs = prepared(name, batch, seq)
     trainable = frozenset(n for n, q in p.model.named_parameters() if q.requires_grad)
     plan = propagate(p.graph, Layout.of("ddp" if batch > 1 else "tp", Mesh.of(axes)), axes, trainable)
-    check(name, p, inputs, axes, split_evenly(plan, p.graph, blocks, seq, letters))
+    plan = split_evenly(plan, p.graph, blocks, seq, letters)
+    if again:  # products and attention
+        heavy = {op.name for op in p.graph.ops if op.direction == "forward" and lookup(op).kind in ("matmul", "attention")}
+        plan = replace(plan, recompute=frozenset(heavy))
+    check(name, p, inputs, axes, plan)
 
 
 def test_planned(monkeypatch: pytest.MonkeyPatch) -> None:
