@@ -149,6 +149,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 _CALL = re.compile(r"_c10d_functional\.(\w+)")
+_INSIDE = re.compile(r"\bautopar\.(ring_attention|experts)(_backward)?_v\d+")  # operators that exchange rows inside
 _OURS = re.compile(r"""['"](autopar\.[\w.+]+)['"]""")
 
 
@@ -160,6 +161,8 @@ def collective_of(e: BaseException) -> Collective | None:
         line = lines[number - 1] if 0 < number <= len(lines) else ""
         if (call := _CALL.search(line)) is not None:
             return _issued(lines[: number - 1], line) if call[1] == "wait_tensor" else _collective(line, call[1])
+        if (op := _INSIDE.search(line)) is not None:
+            return _collective(line, op[1] + (op[2] or ""))
         if frame.f_code is _torch.orderly.__code__ or frame.f_code is _torch.new_group.__code__:
             return Collective("the making of a group")
         if found is None and frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d":

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar import checkpoint
+from autopar import _torch, checkpoint
 from autopar.checkpoint import dcp
 from autopar.distributed import presence
 from autopar.errors import AutoparError
@@ -29,6 +29,8 @@ from autopar.runtime import build, compile_cache, pipeline
 from autopar.runtime.init import distribute
 from autopar.runtime.step import Step
 from tests.dist.test_init import mixed
+from tests.dist.test_split_sequences import split
+from tests.models import ZOO
 from tests.wide import cases
 
 PATIENCE_S = 3.0
@@ -73,6 +75,9 @@ def _work(phase: str, victim: bool, how: str, folder: str) -> None:
         _at(build.Builder, "arguments", how)
     if phase == "compile: parameters being spread" and victim:
         _at(build, "distribute", how)
+    if phase.endswith("of a ring"):
+        _ring(mesh, phase, victim, how)
+        return
     planned: dict[str, Any] = (
         {"cluster": "h100:8"} if phase == "planning" else {"layout": "ddp" if phase == "gradient reduction" else "fsdp"}
     )
@@ -89,6 +94,21 @@ def _work(phase: str, victim: bool, how: str, folder: str) -> None:
     loss = compiled(torch.randn(12, 8, generator=torch.Generator().manual_seed(0)))
     if phase in ("backward", "gradient reduction") and victim:
         _die(how)
+    loss.backward()
+
+
+def _ring(mesh: Any, phase: str, victim: bool, how: str) -> None:
+    """Attention whose keys go round; a rank is lost at its first hop."""
+    one, inputs = ZOO["llama"].build(1), ZOO["llama"].inputs(1, 32)
+    with split(2, "s", 1, 32):
+        model = autopar.compile(one, mesh, backend="aot_eager", cluster="h100:8")
+        loss = model(**inputs).loss
+        loss.backward()
+    if victim and phase.startswith("forward"):
+        _at(_torch, "exchanged", how)
+    loss = model(**inputs).loss
+    if victim:
+        _at(_torch, "exchanged", how)
     loss.backward()
 
 
@@ -163,6 +183,15 @@ def test_a_killed_rank(phase: str) -> None:
     ((_, (text, said)),) = lose(2, phase, victim, "killed").items()
     assert text.startswith(f"LostRankError: rank {victim} ended during {phase}\n"), text
     assert said == {"phase": phase, "collective": COLLECTIVES[phase], "ended": (victim,), "silent": ()}, text
+
+
+@pytest.mark.parametrize(
+    ("half", "how"), cases([(h, w) for h in ("forward", "backward") for w in ("killed", "stopped")], [("backward", "killed")])
+)
+def test_a_rank_lost_in_a_ring(half: str, how: str) -> None:
+    ((_, (text, said)),) = lose(2, f"{half} of a ring", 1, how).items()
+    assert text.startswith(f"LostRankError: rank 1 {'ended' if how == 'killed' else 'did not answer'} during {half}\n"), text
+    assert said["collective"] == ("ring_attention over dp" if half == "forward" else "ring_attention_backward over dp"), text
 
 
 @pytest.mark.parametrize("phase", ["checkpoint save", "checkpoint load"])

@@ -6,7 +6,9 @@ python -m tests.dist.test_split_sequences --model qwen3 --mesh dp=2,tp=2 --block
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -39,19 +41,27 @@ CASES = [
 QUICK = [("qwen3", {"dp": 2, "tp": 2}, 4, "q", "aot_eager"), ("llama", {"a": 4}, 4, "s", "aot_eager")]
 
 
-def trained(name: str, axes: dict[str, int], blocks: int, letters: str, backend: str, batch: int, seq: int, steps: int) -> list[str]:
-    """Steps beside one device; which placements of queries the plan has."""
+@contextlib.contextmanager
+def split(blocks: int, letters: str, batch: int, seq: int) -> Iterator[None]:
+    """Plans are hand layouts whose attention is split so (`split_evenly`)."""
 
     def plan_graph(folded: Any, axes: dict[str, int], *_: Any, **more: Any) -> Planned:
         layout = Layout.of("ddp" if batch > 1 else "tp", Mesh.of(axes))
         plan = propagate(folded.graph, layout, axes, frozenset(folded.graph.params))
         return Planned(split_evenly(plan, folded.graph, blocks, seq, letters), None, None)  # type: ignore[arg-type]
 
+    with mock.patch("autopar.planner.request.plan_graph", plan_graph):
+        yield
+
+
+def trained(name: str, axes: dict[str, int], blocks: int, letters: str, backend: str, batch: int, seq: int, steps: int) -> list[str]:
+    """Steps beside one device; which placements of queries the plan has."""
+
     torch.manual_seed(SEED)
     one, zoo = ZOO[name].build(2).train(), ZOO[name]
     inputs = zoo.inputs(batch, seq)
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-    with mock.patch("autopar.planner.request.plan_graph", plan_graph):
+    with split(blocks, letters, batch, seq):
         model = autopar.compile(copy.deepcopy(one), mesh, backend=backend, cluster=Cluster.of(f"h100:{mesh.size()}"), **zoo.compile)
         model(**inputs).loss.backward()  # plans
         model.zero_grad()
