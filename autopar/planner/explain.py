@@ -21,6 +21,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.text import HEAVY, LETTERS, placed, strategy
 from autopar.planner.axes import divides_poorly
 from autopar.planner.formulation.apply import apply
+from autopar.planner.formulation.causal_balance import ROWS
 from autopar.planner.formulation.layouts import by_role, forbidden
 from autopar.planner.formulation.names import Names
 from autopar.planner.formulation.training import TrainingConfig
@@ -267,6 +268,7 @@ def _strategies(name: str, wanted_splits: Mapping[str, _WantedSplit], names: Nam
             if wanted_split.dim >= len(outs):
                 raise _Cannot(f"its result has {len(outs)} dims")
             letters = set(outs[wanted_split.dim])
+            letters |= {y for y, x in rule.alongside.items() if x in letters}
         if letters and not any(rule.factors[x].split for x in letters):
             raise _Cannot(f"{' '.join(sorted(letters))} may not be split: what it gives is not put together from parts of that loop")
         wanted[axis] = letters
@@ -287,6 +289,10 @@ def _strategies(name: str, wanted_splits: Mapping[str, _WantedSplit], names: Nam
                 raise _Cannot(f"{said} does not divide over the {width} devices of {axis}")
             if not letters and rule.is_heavy:
                 raise _Cannot(f"all ranks of {axis} would repeat its work, where they can share it")
+            if letters and letters <= set(rule.alongside):
+                raise _Cannot(
+                    f"a ring is tried where samples are fewer than devices and a rank of {axis} has {ROWS} neighbouring keys or more"
+                )
         leader = names.clusters.clusters[c].leader
         follows = "" if leader == name else f"; it follows {leader}, whose strategies are {_some(list(names.clusters.clusters[c].labels))}"
         raise _Cannot(f"it is not offered: {_some(list(dict.fromkeys(m.label for m in members)))}{follows}")

@@ -66,7 +66,8 @@ def test_what_the_plan_does() -> None:
 @pytest.mark.parametrize(
     ("op", "placement", "said"),
     [
-        ("self_attn", "tp:s", "s may not be split"),
+        ("self_attn", "tp:s", "a ring is tried where samples are fewer than devices and a rank of tp has 512"),
+        ("self_attn", "tp:d", "d may not be split"),
         ("self_attn", "tp:tokens", "no loop 'tokens'; its loops are b, g, r"),
         ("self_attn", "Shard(3) over tp", "may not be split"),
         ("self_attn", "Shard(4) over tp", "its result has 4 dims"),
