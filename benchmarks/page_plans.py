@@ -101,11 +101,11 @@ The slowest took {t["slowest_plan_cpu_s"]:.1f} s of the processor to plan, besid
 
 
 def context(results: dict[str, Result]) -> str:
-    names = ("context", "context_70b")
+    names = ("context", "context_70b", "context_qwen3")
     rows = []
     for c in (results[n] for n in names):
         for x in c["rows"]:
-            split = "; ".join(x["split"]) if "split" in x else x["error"]
+            split = ("" if x["rings"] else "without rings: ") + ("; ".join(x["split"]) if "split" in x else x["error"])
             step, exposed, peak = (
                 (f"{x['step_time_s']:.4g} s", f"{x['exposed_s'] / x['step_time_s']:.1%}", size(x["peak_bytes"]))
                 if "split" in x
@@ -117,7 +117,8 @@ def context(results: dict[str, Result]) -> str:
     return f"""## Long sequences
 
 What plans do with one sequence as it grows: attention's heads over devices, by splitting the products that make them (tensor parallel) or by an all-to-all from where the sequence is split
-(Ulysses); its queries, with keys and values gathered, in blocks where that balances causal work. Predicted; planning took so long beside other work on the machine.
+(Ulysses); its queries, with keys and values gathered or going round (ring attention), in blocks where that balances causal work. Predicted; each planned with and without rings, on a machine
+on which torch and transformers take 8 s to import.
 
 {table(["model", "devices, mesh", "tokens", "attention is split", "step", "exposed", "peak", "planning"], rows)}
 
