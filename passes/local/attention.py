@@ -48,6 +48,7 @@ def _attention(
     if is_causal and q_index is None and ctx.is_split("q", "s"):
         q_index = ctx.index(ctx.inputs[0], 2)
     if ctx.is_split("s"):
+        assert bias is None, f"{ctx.op.name}: keys do not go round where there is a mask"
         return operator(RING)(q, k, v, is_causal, scale, *_ring(ctx, ctx.inputs[1], q_index))
     return operator(ctx.op.target)(q, k, v, bias, is_causal, scale, q_index)
 

@@ -42,7 +42,7 @@ def prepared(name: str, batch: int, seq: int) -> tuple[Prepared, dict[str, torch
 
 
 def split_evenly(plan: Plan, graph: Graph, blocks: int, queries: int, letters: str = "q") -> Plan:
-    """`plan` with all axes on the queries of attention (q), or on its keys beside them (s), within each of so many blocks; two letters: of the first axis, and of the others."""
+    """`plan` with all axes on the queries of attention (q), or on its keys beside them (s; where there is a mask, q), within each of so many blocks; two letters: of the first axis, and of the others."""
     ops = dict(plan.ops)
     made: set[str] = set()  # what is no sum any more where keys are split
     for g in graph.ops:
@@ -55,7 +55,8 @@ def split_evenly(plan: Plan, graph: Graph, blocks: int, queries: int, letters: s
             left, strategy = queries // blocks, {}
             for i, a in enumerate(plan.mesh.axes):
                 left //= a.size
-                strategy[a.name] = (letters[min(i, len(letters) - 1)], left)
+                letter = letters[min(i, len(letters) - 1)]
+                strategy[a.name] = (letter if letter == "q" or lookup(g).alongside else "q", left)
             ops[name] = replace(op, strategy=strategy, partial={})
     return replace(plan, ops=ops)
 
