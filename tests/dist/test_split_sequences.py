@@ -37,6 +37,7 @@ CASES = [
         ({"a": 4}, 4, "s"), ({"dp": 2, "tp": 2}, 2, "s"), ({"dp": 2, "tp": 2}, 4, "sq"),
     )
     for backend in ("aot_eager", "inductor")
+    if name != "gemma3" or letters == "q"  # its layers have masks
 ]  # fmt: skip
 QUICK = [("qwen3", {"dp": 2, "tp": 2}, 4, "q", "aot_eager"), ("llama", {"a": 4}, 4, "s", "aot_eager")]
 
