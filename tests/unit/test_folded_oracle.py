@@ -28,6 +28,7 @@ from autopar.cost import Cost
 from autopar.graph.graph import Graph
 from autopar.graph.mesh import Mesh
 from autopar.hardware.cluster import Cluster
+from autopar.planner.best_cut import WORTH
 from autopar.planner.formulation import clusters as together
 from autopar.planner.formulation.largest_positions import LargestPositions
 from autopar.planner.formulation.lower_bound import lower_bound_problem
@@ -36,7 +37,7 @@ from autopar.planner.formulation.names import Names
 from autopar.planner.formulation.problem import Formulator
 from autopar.planner.formulation.symmetry import SymmetryClasses, symmetry
 from autopar.planner.formulation.training import TrainingConfig
-from autopar.planner.stages import WORTH, Stages
+from autopar.planner.stages import Stages
 from autopar.rules import lookup
 from autopar.solver.evaluate import Price, evaluate, tidy
 from autopar.solver.fold import Folded, fold, folded
