@@ -55,7 +55,8 @@ def merging(op: Op, rule: Rule, strategy: Strategy, n: Mapping[str, int], mesh: 
     ranks, size = mesh.sizes_product(axes), DTYPE_BYTES.get(op.inputs[0].dtype, 4)
     heads = n["b"] * n["g"] * n["r"] * n["q"]
     here = heads * n["e"] + n["b"] * n["g"] * n["s"] * (n["e"] + n["d"]) if "_backward" in op.target else heads * n["d"]
-    blocks = math.ceil(rule.factors["q"].size / max(1, max(s for a, (_, s) in strategy.items() if a in axes) * ranks))
+    reach = max(strategy[a][1] * mesh.axis_size(a) for a in axes)  # of one block, all ranks together
+    blocks = math.ceil(rule.factors["q"].size / reach)
     return float(ranks * here * (size + 2 * max(size, 4))), float(2 * ranks * blocks)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
 from autopar.kernels import ring as _ring_operators  # noqa: F401  (registers them)
 from autopar.passes.local import local, operator
-from autopar.passes.local.context import Local
+from autopar.passes.local.context import Local, rank_by_rank
 
 RING, RING_BACKWARD = "autopar.ring_attention_v1.default", "autopar.ring_attention_backward_v1.default"
 
@@ -20,16 +19,7 @@ def runs_of(keys: Placement, axes: tuple[str, ...], mesh: Mesh) -> tuple[list[in
     """Of the keys that each rank of the group over `axes` has, in the order of its ranks: the global index of the first of every run of neighbours, and how long a run is."""
     digits = keys.digits(2, mesh)
     run = digits.pop()[0] if digits and digits[-1][1] is None else 1
-    starts = []
-    for at in itertools.product(*(range(mesh.axis_size(a)) for a in axes)):
-        coordinate = dict(zip(axes, at, strict=True))
-        index, stride = [0], keys.shape[2]
-        for size, axis in digits:
-            stride //= size
-            here = range(size) if axis is None else [coordinate[axis]]
-            index = [i + d * stride for i in index for d in here]
-        starts += index
-    return starts, run
+    return rank_by_rank(digits, keys.shape[2], axes, mesh), run
 
 
 def _ring(ctx: Local, keys: Placement, q_index: torch.Tensor | None) -> tuple[Any, ...]:

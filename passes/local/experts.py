@@ -5,15 +5,12 @@ Where features are split, results are sums, and one rank of them adds the second
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
 
-from autopar.graph.mesh import Mesh
-from autopar.graph.placement import Placement
 from autopar.passes.local import local, operator
-from autopar.passes.local.context import Local
+from autopar.passes.local.context import Local, rank_by_rank
 from autopar.rules.experts import BACKWARD, FORWARD
 
 
@@ -22,22 +19,9 @@ def _exchanged(ctx: Local, at: int) -> tuple[str, int, list[int]]:
     axes = tuple(a for a in ctx.axes(*ctx.rule.pairs) if ctx.mesh.axis_size(a) > 1)
     if not axes:
         return "", 1, []
-    order = rank_by_rank(ctx.inputs[at], axes, ctx.mesh)
+    weights = ctx.inputs[at]
+    order = rank_by_rank(weights.digits(0, ctx.mesh), weights.shape[0], axes, ctx.mesh)
     return ctx.group(axes), ctx.mesh.sizes_product(axes), [] if order == sorted(order) else order
-
-
-def rank_by_rank(weights: Placement, axes: tuple[str, ...], mesh: Mesh) -> list[int]:
-    """The experts that each rank of the group over `axes` has, in the order of its ranks: the first axis is the major one."""
-    out = []
-    for at in itertools.product(*(range(mesh.axis_size(a)) for a in axes)):
-        coordinate = dict(zip(axes, at, strict=True))
-        index, stride = [0], weights.shape[0]
-        for size, axis in weights.digits(0, mesh):
-            stride //= size
-            digits = range(size) if axis is None else [coordinate[axis]]
-            index = [i + d * stride for i in index for d in digits]
-        out += index
-    return out
 
 
 def _once(ctx: Local, bias: torch.Tensor | None) -> torch.Tensor | None:
