@@ -14,6 +14,7 @@ node, `meta["kept"]`, the name of the captured value, on those the plan keeps fo
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from autopar.passes.sharding.emit import Emitter, Options
 from autopar.passes.sharding.operators import Operators
 from autopar.passes.sharding.parameters import Parameters
 from autopar.passes.sharding.versions import Versions
+from autopar.plan.checks import contradiction
 from autopar.plan.decisions import CollectiveUse, Decisions, ParamChoice
 from autopar.rules import lookup
 from autopar.rules.strategy import placements
@@ -104,10 +106,11 @@ class _Sharder:
             if r.kind in ("output", "buffer_update") and isinstance(n, fx.Node)
         }
         if options.accumulated:
-            for p, (at, dtype) in unreduced_grads(graph, plan, options.reduce).items():
+            for p, (at, dtype) in accumulated_grads(graph, plan, options.reduce, options.storage).items():
                 shape = at.local_shape(plan.mesh)
+                order = self.parameters.formats[p] if plan.params[p].accumulated else None
                 self.parameters.accumulated[p] = self.emit.placeholder(
-                    "accumulated_" + re.sub(r"\W", "_", p), shape, dtype, Role("accumulated", p)
+                    "accumulated_" + re.sub(r"\W", "_", p), shape, dtype, Role("accumulated", p), order
                 )
         for node in nodes:
             if node.op == "get_attr":
@@ -171,8 +174,11 @@ class _Sharder:
         return Sharded(gm, tuple(self.emit.in_roles), tuple(roles), tuple(self.versions.collectives), self.emit.mode)
 
 
-def unreduced_grads(graph: Graph, plan: Decisions, reduce: torch.dtype | None) -> dict[str, tuple[Placement, torch.dtype]]:
-    """Where every gradient lies before its reduction, and its dtype then: what `no_sync` accumulates. reduce: the dtype of reductions, None: each gradient's own."""
+def accumulated_grads(
+    graph: Graph, plan: Decisions, reduce: torch.dtype | None, storage: Mapping[str, torch.dtype]
+) -> dict[str, tuple[Placement, torch.dtype]]:
+    """Where every gradient is added to those of other micro-batches, and its dtype there. reduce: the dtype of reductions, None: each gradient's own; storage: of stored
+    parameters. Raises PlanError where what is made does not lead to where the plan adds it up."""
     by_name = {o.name: o for o in graph.ops}
     given = {t.name: p for t, p in zip(graph.inputs, plan.inputs, strict=True)}
     given |= {t.name: plan.outputs[i] for t, i in zip(graph.tangents, graph.tangent_of, strict=True) if i >= 0}
@@ -181,8 +187,15 @@ def unreduced_grads(graph: Graph, plan: Decisions, reduce: torch.dtype | None) -
     for p, name in graph.grads.items():
         op = by_name.get(name.split(".")[0])
         shape = graph.tensors[name].shape
-        at = (given.get(name) or Placement.of(shape)) if op is None else _made_at(op, plan, name)
-        out[p] = (at, reduce or getattr(torch, graph.tensors[name].dtype))
+        made = (given.get(name) or Placement.of(shape)) if op is None else _made_at(op, plan, name)
+        choice, dtype = plan.params[p], reduce or getattr(torch, graph.tensors[name].dtype)
+        if choice.accumulated == choice.storage:
+            dtype = storage[p]
+        elif choice.accumulated is not None and any(made.reductions.get(a) != r for a, r in choice.accumulated.partial):
+            raise contradiction(
+                f"a gradient of {p} that lies at {made} cannot be added up at {choice.accumulated}", f"params.{p}.accumulated"
+            )
+        out[p] = choice.accumulated or made, dtype
     return out
 
 

@@ -47,11 +47,14 @@ class Choice:
 @dataclass(frozen=True)
 class Arc:
     """A redistribution from node `src` to node `dst`. Paid once, however many consumers share its result. It starts where the value is: where
-    it is supplied, or where another consumer has it brought (no stops on the way that nobody asked for: none would be made)."""
+    it is supplied, or where another consumer has it brought (no stops on the way that nobody asked for: none would be made).
+
+    way: which of several arcs between the two, that differ in times and in what they take of memory."""
 
     src: int
     dst: int
     times: Times
+    way: int = 0
 
 
 @dataclass(frozen=True)

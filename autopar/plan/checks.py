@@ -75,6 +75,10 @@ class Checker:
             raise contradiction("a padded shape is smaller than the shape", where)
         if c.storage.partial or c.compute.partial:
             raise contradiction("a parameter cannot be the terms of a reduction", where)
+        if c.accumulated is not None and c.accumulated != c.storage:
+            self.placement(c.accumulated, f"{where}.accumulated")
+            if c.accumulated.shape != c.shape:
+                raise contradiction("gradients are added up in another shape than the parameter's", where)
 
     def op(self, c: OpChoice, where: str) -> None:
         self.axes([*c.strategy, *c.partial], where)

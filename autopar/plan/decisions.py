@@ -32,8 +32,9 @@ class OpChoice:
 @dataclass(frozen=True)
 class ParamChoice:
     """storage: placement of parameter, gradient and optimizer state, over `padded` (the shape rounded up so that it divides);
-    compute: where ops use it; gradients: reduced to `storage` every micro-batch; keeps_gathered: what forward gathered of it
-    stays until backward has read it, as in ZeRO-2, and is not gathered again."""
+    compute: where ops use it; keeps_gathered: what forward gathered of it stays until backward has read it, as in ZeRO-2, and is not
+    gathered again; accumulated: where gradients of micro-batches are added up, `storage` or on the way there, each reduced so far. None: where they
+    are made, unreduced."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -42,6 +43,7 @@ class ParamChoice:
     compute: Placement
     trainable: bool = True
     keeps_gathered: bool = False
+    accumulated: Placement | None = None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from autopar.graph.placement import Placement
 from autopar.plan.decisions import CollectiveUse, Decisions, OpChoice, ParamChoice
 from autopar.plan.schema import is_timing
-from autopar.plan.text import measure, merged, placed
+from autopar.plan.text import measure, merged, placed, summed
 from autopar.text.sizes import format_bytes
 
 NONE = "(none)"
@@ -90,6 +90,7 @@ def _param(x: ParamChoice | None, y: ParamChoice | None) -> str:
         ("stored", *_places(x.storage, y.storage)),
         ("computed with", *_places(x.compute, y.compute)),
         ("", gathers[x.keeps_gathered], gathers[y.keeps_gathered]),
+        ("", summed(x), summed(y)),
     ]
     # Of another shape, two placements may be written alike; the shape's own line says it then.
     return "; ".join(f"{what} {p} -> {q}".strip() for what, p, q in parts if p != q)

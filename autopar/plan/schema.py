@@ -57,6 +57,7 @@ class ParamModel(_Model):
     compute: PlacementModel
     trainable: Flag = True
     keeps_gathered: Flag = False
+    accumulated: PlacementModel | None = None
 
 
 class OpModel(_Model):
@@ -337,6 +338,7 @@ def _param(c: ParamChoice) -> dict[str, Any]:
         "shape": c.shape, "dtype": c.dtype, "padded": c.padded,
         "storage": _placement(c.storage), "compute": _placement(c.compute), "trainable": c.trainable,
         **({"keeps_gathered": True} if c.keeps_gathered else {}),
+        **({"accumulated": _placement(c.accumulated)} if c.accumulated is not None else {}),
     }  # fmt: skip
 
 
@@ -429,7 +431,8 @@ class _Reader:
 
     def param(self, c: ParamModel, where: str) -> ParamChoice:
         storage, compute = self.placement(c.storage, f"{where}.storage"), self.placement(c.compute, f"{where}.compute")
-        out = ParamChoice(tuple(c.shape), c.dtype, tuple(c.padded), storage, compute, c.trainable, c.keeps_gathered)
+        accumulated = None if c.accumulated is None else self.placement(c.accumulated, f"{where}.accumulated")
+        out = ParamChoice(tuple(c.shape), c.dtype, tuple(c.padded), storage, compute, c.trainable, c.keeps_gathered, accumulated)
         self.check.param(out, where)
         return out
 

@@ -62,6 +62,7 @@ def text(plan: Decisions) -> str:
     mesh = " x ".join(f"{n}={s}" for n, s in plan.mesh_axes.items())
     lines = [f"plan: layout {plan.layout} on mesh {mesh}, {_batch(plan)}"]
     lines += _pipeline(plan)
+    lines += _accumulated(plan)
     lines += _blocks(plan)
     lines += _collectives(plan)
     lines.append(f"fallbacks (ops without a rule, replicated): {plan.fallbacks or 'none'}")
@@ -94,6 +95,13 @@ def _batch(plan: Decisions) -> str:
     if batch > 1 and batch % size and size % batch:
         return f"{'batch' if plan.micro_batches == 1 else f'each of {plan.micro_batches} micro-batches'} of {batch} split {ways}: it does not divide over {size} devices"
     return f"{'batch' if plan.micro_batches == 1 else f'each of {plan.micro_batches} micro-batches'} split {ways}"
+
+
+def _accumulated(plan: Decisions) -> Iterator[str]:
+    """Of how many parameters gradients are reduced, or reduced so far, in every micro-batch."""
+    trained = [c for c in plan.params.values() if c.trainable]
+    for how, n in sorted(Counter(summed(c) for c in trained if c.accumulated is not None).items()):
+        yield f"{how}: {n} of {len(trained)} parameters"
 
 
 def _pipeline(plan: Decisions) -> Iterator[str]:
@@ -320,6 +328,14 @@ def stored(c: ParamChoice) -> str:
 
 def computed(c: ParamChoice) -> str:
     return placed(c.compute) + (", gathered once" if c.keeps_gathered else "")
+
+
+def summed(c: ParamChoice) -> str:
+    """Where gradients of micro-batches are added up."""
+    if c.accumulated is None:
+        return "gradients reduced once in all micro-batches"
+    how = "reduced" if c.accumulated == c.storage else f"reduced to {placed(c.accumulated)}"
+    return f"gradients {how} in every micro-batch"
 
 
 def placed(p: Placement) -> str:

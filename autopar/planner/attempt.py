@@ -13,6 +13,7 @@ from autopar.planner.formulation.formulated import Formulated
 from autopar.planner.formulation.names import Names
 from autopar.planner.formulation.problem import Formulator
 from autopar.planner.formulation.training import TrainingConfig
+from autopar.planner.formulation.wires import Wires
 from autopar.planner.found import Found
 from autopar.planner.merged_axes import axes_said
 from autopar.planner.views import View, view
@@ -51,6 +52,7 @@ class Attempt:
         self.last: tuple[Mesh, Formulator, Problem] | None = None  # what was formulated last, of all that may be decided
         # Programs whose relaxations bound all plans: of all axes; what the coarse bound is made of; of what is faster than so many seconds.
         self.bounding: tuple[Problem, Names] | None = None
+        self.wires: Wires | None = None  # of its values
         self.coarse: tuple[Formulated, Problem, Formulator] | None = None
         self.bounding_faster: tuple[Problem, Names, float] | None = None
 

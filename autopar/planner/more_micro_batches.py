@@ -1,10 +1,10 @@
 """What no plan of the same batch as more micro-batches takes less than, from the program that the plan of fewer was found with.
 
 As more micro-batches a batch takes no less of anything but memory. By the prices here a kernel, and a collective, of part of the data takes no less than that part of
-the time; parameters are gathered each time; gradients are reduced, and the optimizer steps, as often as before; and where compute hides what is sent, the sum of maxima is no less than the
-maximum of sums. What does get less is what a micro-batch has in memory. So the bound is of the same program with two rows of memory left: what the optimizer's step needs
-(parameters, gradients, state), but for the batch itself; and what is there between micro-batches: parameters, state, and gradients that are not reduced yet, as large as
-the devices that have samples of their own make them.
+the time; parameters are gathered each time; gradients are reduced, and the optimizer steps, no less often than before; and where compute hides what is sent, the sum of maxima is no less than
+the maximum of sums. What does get less is what a micro-batch has in memory. So the bound is of the same program with two rows of memory left: what the optimizer's step needs
+(parameters, gradients, state), but for the batch itself; and what is there between micro-batches: parameters, state, and the sums of gradients, as large as
+the devices that have samples of their own make them, or as what they are reduced to, which is then done at least twice as often.
 
 Where that bound is as good as the plan, memory cost it nothing, and more micro-batches need not be tried.
 """
@@ -21,6 +21,7 @@ from autopar.planner.formulation.lower_bound import lower_bound_problem
 from autopar.planner.formulation.memory_rows import IN_STEP
 from autopar.planner.formulation.names import Names
 from autopar.planner.formulation.training import TrainingConfig
+from autopar.planner.formulation.wires import Wires
 from autopar.planner.stages import Stages
 from autopar.planner.views import View
 from autopar.solver.frontier import Relaxation
@@ -41,7 +42,10 @@ def bound_of_more(stages: Stages, instead: Instead | None = None) -> float:
         problem, names = lower_bound_problem(f, merged, whole), f.names
     else:
         return 0.0
-    more = () if stages.bounding is None else (between_calls(problem, names, stages.view(), stages.training),)
+    more: tuple[Row, ...] = ()
+    if stages.bounding is not None and stages.wires is not None:
+        problem = reduced_more_often(problem, names, stages.wires)
+        more = (between_calls(problem, names, stages.view(), stages.training),)
     bound_s = math.inf
     stages.begin("bound of more micro-batches")
     forms = (problem,) if instead is None else (problem, instead.problem(problem, names, graph))
@@ -64,8 +68,20 @@ def at_the_step(problem: Problem, names: Names, more: tuple[Row, ...] = ()) -> P
     return replace(problem, rows=(*(without_batch(row) for row in problem.rows if row.name == IN_STEP), *more), limits=())
 
 
+def reduced_more_often(problem: Problem, names: Names, wires: Wires) -> Problem:
+    """`problem`, where gradients may be reduced in each of twice as many micro-batches, before they are added up."""
+    values = list(problem.values)
+    for v, value in enumerate(values):
+        wire, flow = wires.all[value.name], value.backward
+        if wire.reduces and flow is not None:
+            once = [arc for arc in flow.arcs if not arc.way]
+            arcs = [arc for a in once for arc in (a, *wires.early(wire, a, names.nodes[v], often=2))]
+            values[v] = replace(value, backward=replace(flow, arcs=tuple(arcs)))
+    return replace(problem, values=tuple(values))
+
+
 def between_calls(problem: Problem, names: Names, v: View, training: TrainingConfig) -> Row:
-    """What a device holds between two micro-batches: parameters, the optimizer's state, unreduced gradients."""
+    """What a device holds between two micro-batches: parameters, the optimizer's state, sums of gradients."""
     graph, q = v.shrunk.graph, v.q
     updated = {q.tensor_rep[t.name] for n, t in graph.params.items() if n in training.trainable}
     terms: dict[Key, float] = defaultdict(float)
@@ -81,4 +97,8 @@ def between_calls(problem: Problem, names: Names, v: View, training: TrainingCon
             for end in flow.supplies if (flow := of.backward or of.forward) else ():
                 for s, n in enumerate(end.nodes):
                     terms["x", end.choice, s] += times * itemsize * math.prod(nodes[n].local_shape(names.mesh))
+            for a, arc in enumerate(of.backward.arcs if of.backward is not None else ()):
+                if arc.way:
+                    made = itemsize * math.prod(nodes[arc.src].local_shape(names.mesh))
+                    terms["e", value, 1, a] += times * (names.accumulated_bytes(value, arc, of.name, training.master_bytes) - made)
     return Row("between micro-batches", 0.0, tuple(terms.items()))

@@ -125,7 +125,7 @@ class Stages(Attempt):
         self.begin(f"solve {axes_said(mesh)}")
         seen = solve_relaxed(problem.relaxed, problem, self.left, self.on_progress)
         if mesh is self.mesh:
-            self.bounding = problem.relaxed, f.names
+            self.bounding, self.wires = (problem.relaxed, f.names), f.wires
         if seen is None:
             return self.with_low_memory_strategies(v, mesh, f, problem, -1.0, None)
         if seen.bound_s > far_s:

@@ -48,7 +48,9 @@ class AsStored:
         return made
 
     def reduced(self, local: torch.Tensor, p: Placement, choice: ParamChoice, dtype: torch.dtype) -> torch.Tensor:
-        """This rank's part of a gradient that lies unreduced at `p`: by itself, where no program takes it in. Collective."""
+        """This rank's part of a gradient that lies at `p`, unreduced or on its way: by itself, where no program takes it in. Collective."""
+        if p == choice.storage:
+            return local.to(dtype)
         axes = (*p.reductions, *(s.axis for s in p.splits))
         mesh, where = self.groups.mesh, self.groups.coordinates
         whole = self.groups.summed(alone(local, p, mesh, where), axes)

@@ -59,7 +59,7 @@ class GradSync:
                 results[Role("grad", name)] = t if mine is None else mine + t
             self.reduced = {}
             return results
-        at = step.unreduced
+        at = step.accumulated
         self.buffers = {r.name: Waiting(t, at[r.name][0]) for r, t in results.items() if r.kind == "grad" and t is not None}
         return {r: t for r, t in results.items() if r.kind != "grad"}
 
@@ -79,7 +79,7 @@ class GradSync:
         held, self.buffers = self.buffers, {}  # nobody but the step holds them: each is freed when its gradient is added
         if not held:
             return {}
-        wanted = step.unreduced
+        wanted = step.accumulated
         fits = {n for n, w in held.items() if n in wanted and (w.at, w.local.dtype) == wanted[n]}
         for name in [n for n in held if n not in fits]:
             self._reduce_alone(name, held.pop(name))
@@ -101,7 +101,7 @@ class GradSync:
     def add(self, step: Step, unreduced: Mapping[str, torch.Tensor], reduced: Mapping[str, torch.Tensor]) -> None:
         """Gradients of micro-batches of the call whose last backward runs next. step: that left the unreduced ones."""
         for name, t in unreduced.items():
-            at, earlier = step.unreduced[name][0], self.buffers.pop(name, None)
+            at, earlier = step.accumulated[name][0], self.buffers.pop(name, None)
             if earlier is not None and (earlier.at, earlier.local.dtype) != (at, t.dtype):
                 self._reduce_alone(name, earlier)
                 earlier = None

@@ -22,7 +22,7 @@ from autopar.passes.bucket import bucketed
 from autopar.passes.lay_out import copies
 from autopar.passes.partition import Parts
 from autopar.passes.reductions import only_gradients
-from autopar.passes.shard import Sharded, unreduced_grads
+from autopar.passes.shard import Sharded, accumulated_grads
 from autopar.plan.decisions import BUCKETED, CollectiveUse
 from autopar.plan.plan import Plan
 from autopar.runtime.dump import Dump
@@ -77,7 +77,7 @@ class Step:
             self.lowered, self.strides = self.general.lower(self, parts.forward, (True, False))
         self.backwards: dict[tuple[bool, bool], tuple[Parts, Lowered]] = {}
         self.given_strides: dict[tuple[bool, bool], list[Strides]] = {}  # of what a backward takes besides what is saved
-        self._unreduced: dict[str, tuple[Placement, torch.dtype]] | None = None
+        self._accumulated: dict[str, tuple[Placement, torch.dtype]] | None = None
         self._checked: list[bool] = []  # by AUTOPAR_CHECK; shared with this step at other sizes
 
     @property
@@ -119,11 +119,11 @@ class Step:
         return [tuple(self.general.family.size_at(x, self.units) for x in s) for s in strides]
 
     @property
-    def unreduced(self) -> dict[str, tuple[Placement, torch.dtype]]:
-        """Where each parameter's gradient lies before its reduction, and its dtype then."""
-        if self._unreduced is None:
-            self._unreduced = unreduced_grads(self.graph, self.plan, self.settings.reduce)
-        return self._unreduced
+    def accumulated(self) -> dict[str, tuple[Placement, torch.dtype]]:
+        """Where each parameter's gradient is added to those of other micro-batches, and its dtype there."""
+        if self._accumulated is None:
+            self._accumulated = accumulated_grads(self.graph, self.plan, self.settings.reduce, dict(self.settings.storage))
+        return self._accumulated
 
     @property
     def has_backward(self) -> bool:

@@ -42,6 +42,7 @@ from autopar.passes.overlap import inputs_of, is_ahead, is_behind
 from autopar.passes.partition import Parts
 from autopar.passes.recompute import from_parameters
 from autopar.plan.plan import Plan
+from autopar.planner.formulation.names import moved
 from autopar.planner.formulation.training import TrainingConfig, optimizer_s
 from autopar.rules import lookup
 from autopar.rules.strategy import placements
@@ -111,8 +112,9 @@ def price(parts: Parts, plan: Plan, graph: Graph, cost: Cost, training: Training
     def pay(stage: str, resource: str, seconds: float) -> None:
         accounts[stage, resource] = accounts.get((stage, resource), 0.0) + seconds
 
+    early = _early(found, plan)
     for c in found:
-        seconds = c.seconds / (training.micro_batches if c.serves == "gradient" else 1)
+        seconds = c.seconds / (training.micro_batches if c.serves == "gradient" and c not in early else 1)
         pay(c.stage, c.resource, seconds)
         if c.blocks:
             pay(c.stage, COMPUTE, c.seconds)
@@ -126,6 +128,21 @@ def price(parts: Parts, plan: Plan, graph: Graph, cost: Cost, training: Training
     stages = {s: max((t for (stage, _), t in accounts.items() if stage == s), default=0.0) for s in STAGES}
     totals = {k: Collectives(len(v), sum(c.seconds for c in v), sum(c.wire_bytes for c in v)) for k, v in together.items()}
     return Price(sum(stages.values()), stages, accounts, totals, found)
+
+
+def _early(found: Sequence[Charge], plan: Plan) -> set[Charge]:
+    """Of reductions of gradients those that every micro-batch has: what comes before gradients are added up."""
+    of: dict[str, list[Charge]] = defaultdict(list)
+    for c in found:
+        if c.serves == "gradient":
+            of[c.op.removeprefix("grad.")].append(c)
+    early: set[Charge] = set()
+    for name, mine in of.items():
+        choice = plan.params.get(name)
+        if choice is not None and choice.accumulated is not None:
+            later = [] if choice.accumulated == choice.storage else moved(choice.accumulated, choice.storage, plan.mesh) or []
+            early |= set(mine[: len(mine) - sum(s.kind != "slice" for s in later)])
+    return early
 
 
 def charges(parts: Parts, plan: Plan, graph: Graph, cost: Cost, prefix: str) -> tuple[Charge, ...]:

@@ -14,7 +14,7 @@ from autopar.tensors.memory_format import FORMATS, Order, lies_in
 
 
 class Parameters:
-    """formats: how each lies in memory. accumulated: the placeholders of earlier unreduced gradients. done_grads: what gradients became."""
+    """formats: how each lies in memory. accumulated: the placeholders of earlier gradients. done_grads: what gradients became."""
 
     def __init__(self, emit: Emitter, versions: Versions, plan: Decisions) -> None:
         self.emit, self.versions, self.plan = emit, versions, plan
@@ -41,25 +41,46 @@ class Parameters:
 
     def finish(self, param: str, name: str) -> None:
         """Brings a gradient to its parameter's storage placement and dtype, summed over ranks."""
-        choice = self.plan.params[param]
-        primary = self.versions.primary[name]
-        node = self.versions.versions[name][primary]
-        storage_dtype = self.emit.options.storage[param]
-        reduce_dtype = self.emit.options.reduce or node.meta["val"].dtype
+        choice, options = self.plan.params[param], self.emit.options
+        at = self.versions.primary[name]
+        node = self.versions.versions[name][at]
+        reduce_dtype = options.reduce or node.meta["val"].dtype
         key = self.emit.current = f"grad.{param}"
         if node.meta["val"].dtype != reduce_dtype:
             node = self.emit.call(torch.ops.aten._to_copy.default, (node,), {"dtype": reduce_dtype})
-        if self.emit.options.accumulated:
-            node = self.emit.call(torch.ops.aten.add.Tensor, (node, self.accumulated[param]), {})
-        if not self.emit.options.sync:
-            self.done_grads[param] = node
-            return
-        self.versions.put(key, primary, node)
+        if choice.accumulated == choice.storage:
+            node = self.stored(key, choice, at, node, options.storage[param])
+            node = self.with_earlier(param, node)
+        else:
+            if choice.accumulated is not None:
+                self.versions.put(key, at, node)
+                at = choice.accumulated
+                node = self.versions.get(key, at)
+            node = self.with_earlier(param, node)
+            if options.sync:
+                node = self.stored(key, choice, at, node, options.storage[param])
+        format = FORMATS.get(self.formats[param])
+        is_stored = options.sync or choice.accumulated == choice.storage
+        if is_stored and format is not None and not lies_in(node.meta["val"], self.formats[param]):
+            node = self.emit.call(
+                torch.ops.aten.clone.default, (node,), {"memory_format": format}
+            )  # as autograd leaves it for an optimizer
+        self.done_grads[param] = node
+
+    def with_earlier(self, param: str, node: fx.Node) -> fx.Node:
+        """With the gradients of earlier micro-batches, if there are any."""
+        if not self.emit.options.accumulated:
+            return node
+        return self.emit.call(torch.ops.aten.add.Tensor, (node, self.accumulated[param]), {})
+
+    def stored(self, key: str, choice: ParamChoice, at: Placement, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """A gradient that lies at `at`, as its parameter is stored."""
+        self.versions.put(key, at, node)
         storage = choice.storage
         if choice.padded != choice.shape:
             middle = Placement(choice.shape, storage.splits)
             for a in _padded_axes(choice):
-                middle = middle.with_axis(a, "sum" if primary.reductions.get(a) else None)
+                middle = middle.with_axis(a, "sum" if at.reductions.get(a) else None)
             node = self.versions.get(key, middle)
             pad: list[int] = []
             for n, m in reversed(list(zip(choice.shape, choice.padded, strict=True))):
@@ -67,14 +88,9 @@ class Parameters:
             node = self.emit.call(torch.ops.aten.constant_pad_nd.default, (node, pad, 0.0), {})
             self.versions.put(key, Placement(choice.padded, middle.splits, middle.partial), node)
         node = self.versions.get(key, storage)
-        if node.meta["val"].dtype != storage_dtype:
-            node = self.emit.call(torch.ops.aten._to_copy.default, (node,), {"dtype": storage_dtype})
-        format = FORMATS.get(self.formats[param])
-        if format is not None and not lies_in(node.meta["val"], self.formats[param]):
-            node = self.emit.call(
-                torch.ops.aten.clone.default, (node,), {"memory_format": format}
-            )  # as autograd leaves it for an optimizer
-        self.done_grads[param] = node
+        if node.meta["val"].dtype != dtype:
+            node = self.emit.call(torch.ops.aten._to_copy.default, (node,), {"dtype": dtype})
+        return node
 
 
 def _padded_axes(choice: ParamChoice) -> list[str]:

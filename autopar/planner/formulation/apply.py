@@ -42,14 +42,14 @@ def apply(
         idle = math.prod(a.size for a in mesh.axes if a.name not in busy)
         if rule.is_heavy and idle > 1:
             repeats[op.name] = float(idle)
-    params = {}
+    params, summed = {}, _summed_at(problem, names, decision)
     for name, t in graph.params.items():
         rep = q.tensor_rep[folded.tensor_rep[t.name]]
         choice, options = names.storage[rep]
         o = options[x[choice]]
         read = _read_at(problem, names, decision, rep, t.shape)
         keeps = names.value_of[rep] in decision.kept
-        params[name] = ParamChoice(t.shape, t.dtype, o.padded, o.placement, read, name in training.trainable, keeps)
+        params[name] = ParamChoice(t.shape, t.dtype, o.padded, o.placement, read, name in training.trainable, keeps, summed.get(rep))
     data = names.input_options[x[names.inputs]]
     outputs = tuple(Placement.of(()) if not n else representable(Placement.of(graph.tensors[n].shape), mesh) for n in graph.outputs)
     at = {
@@ -132,6 +132,17 @@ def used_arcs(problem: Problem, decision: Decision) -> Iterator[tuple[int, int, 
         assert flow is not None
         for a in sorted(arcs):
             yield v, direction, flow.arcs[a]
+
+
+def _summed_at(problem: Problem, names: Names, decision: Decision) -> dict[str, Placement]:
+    """Of parameters, by class, whose gradients are not added up where they are made: where they are."""
+    at = {v: names.accumulated(v, arc) for v, _, arc in used_arcs(problem, decision) if arc.way}
+    q, found = names.symmetry, {}
+    for name, t in q.graph.params.items() if at else ():
+        v = names.value_of.get(q.group[q.graph.grads[name]]) if name in q.graph.grads else None
+        if v in at:
+            found[q.tensor_rep[t.name]] = at[v]
+    return found
 
 
 def _read_at(problem: Problem, names: Names, decision: Decision, tensor: str, shape: tuple[int, ...]) -> Placement:

@@ -243,7 +243,7 @@ class Rows:
         return tuple((("e", v, direction, a), size[arc.src if of_source else arc.dst]) for a, arc in arcs if arc.times)
 
     def accumulated(self, grad: str, times: int) -> None:
-        """The buffers of a gradient's `times` copies in front of its reduction. Adding to one, the old and the new one live."""
+        """The buffers of a gradient's `times` copies, in front of its reduction or on the way. Adding to one, the old and the new one live."""
         v = self.f.names.value_of[self.program.q.group[grad]]
         value, size, made = self.problem.values[v], self.life.sizes(v), self.life.grad_made(grad)
         for end in flow.supplies if (flow := value.backward or value.forward) else ():
@@ -252,6 +252,13 @@ class Rows:
                 self.always.plain.append((k, 0, self.life.end - 1, times * size[n]))
                 self.add(("x", end.choice, s), size[n], made, made)
                 self.add(("x", end.choice, s), -size[n], made + 1, self.life.end - 1, grad, grows=True, last_call=True)
+        for a, arc in enumerate(value.backward.arcs if value.backward is not None else ()):
+            if arc.way:  # it is added up where there is less of it
+                key: Key = ("e", v, 1, a)
+                less = self.f.names.accumulated_bytes(v, arc, value.name, self.f.training.master_bytes) - size[arc.src]
+                self.always.plain.append((self.columns.of(key), 0, self.life.end - 1, times * less))
+                self.add(key, less, made, made)
+                self.add(key, -less, made + 1, self.life.end - 1, grad, grows=True, last_call=True)
 
     def value(self, v: int) -> None:
         for tensor in self.program.q.members[self.problem.values[v].name]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autopar.graph.mesh import Mesh
@@ -35,6 +36,31 @@ class Names:
         found = moved(self.nodes[v][arc.src], self.nodes[v][arc.dst], self.mesh)
         assert found is not None
         return found
+
+    def accumulated(self, v: int, arc: Arc) -> Placement:
+        """Where gradients of micro-batches are added up, of which this arc brings the sum to its parameter."""
+        return self.steps(v, arc)[arc.way - 1].dst if arc.way else self.nodes[v][arc.src]
+
+    def accumulated_bytes(self, v: int, arc: Arc, value: str, stored_itemsize: float) -> float:
+        """What a device holds of that sum: in the precision of storage where it lies as its parameter does, else in that of reductions."""
+        is_stored = arc.way > 0 and arc.way == len(self.steps(v, arc))
+        return math.prod(self.accumulated(v, arc).local_shape(self.mesh)) * (stored_itemsize if is_stored else self.itemsize[value])
+
+
+def ways(steps: Sequence[Step], itemsize: float, stored_itemsize: float, mesh: Mesh) -> list[int]:
+    """After how many of the `steps` that reduce a gradient those of micro-batches may be added up instead of before the first: wherever there is less of it to hold. What a step makes
+    is summed in the precision of reductions, what the last one makes in that of storage. Padded storage has no place on the way."""
+    if not steps:
+        return []
+    found, least = [], itemsize * math.prod(steps[0].src.local_shape(mesh))
+    for k, step in enumerate(steps, 1):
+        if k < len(steps) and step.dst.shape != steps[-1].dst.shape:
+            continue
+        held = math.prod(step.dst.local_shape(mesh)) * (stored_itemsize if k == len(steps) else itemsize)
+        if held < least:
+            least = held
+            found.append(k)
+    return found
 
 
 def moved(src: Placement, dst: Placement, mesh: Mesh) -> list[Step] | None:

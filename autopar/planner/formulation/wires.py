@@ -13,7 +13,7 @@ from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
 from autopar.planner.formulation.accounts import account
 from autopar.planner.formulation.clusters import Clusters
-from autopar.planner.formulation.names import Names, moved
+from autopar.planner.formulation.names import Names, moved, ways
 from autopar.planner.formulation.program import Program
 from autopar.planner.formulation.together import Together
 from autopar.planner.formulation.training import TrainingConfig
@@ -21,6 +21,8 @@ from autopar.planner.formulation.where_kept import policies
 from autopar.rules.strategy import letter_at, right_of
 from autopar.solver.problem import Arc, End, Flow, Policy, Rerun, Value
 from autopar.solver.watch import check
+
+Sent = list[tuple[int, str, float]]
 
 
 @dataclass
@@ -60,7 +62,7 @@ class Wires:
         self.program, self.clusters, self.mesh, self.cost, self.training, self.names = program, clusters, mesh, cost, training, names
         self.all: dict[str, Wire] = {}
         self.renamed: dict[str, list[int]] = {}  # by value of which nodes were merged: what each became
-        self.known_sent: dict[tuple[Placement, Placement, float, tuple[Company, ...]], list[tuple[str, float]] | None] = {}
+        self.known_sent: dict[tuple[Placement, Placement, float, tuple[Company, ...]], Sent | None] = {}
         self.together = Together(program, clusters)
         self.same: dict[Placement, Placement] = {}  # equal placements are one object: tables find it without comparing
 
@@ -181,26 +183,39 @@ class Wires:
                     sent = self.sent(places[src], places[dst], itemsize, found)
                     if sent is not None:
                         out.append(Arc(src, dst, self.times(sent, w, stage)))
+                        if w.reduces and stage == 1 and self.training.micro_batches > 1:
+                            out += self.early(w, out[-1], places)
         return tuple(out)
 
-    def sent(self, src: Placement, dst: Placement, itemsize: float, companies: tuple[Company, ...] = ()) -> list[tuple[str, float]] | None:
-        """The link and the seconds of every collective from `src` to `dst`. companies: what they may be joined with."""
+    def early(self, w: Wire, arc: Arc, places: Sequence[Placement], often: int = 1) -> list[Arc]:
+        """Beside `arc`, which brings a gradient to its parameter: arcs of which the first steps are taken in every micro-batch, and the sum is held behind them.
+        often: of how many micro-batches this is one, at least."""
+        if len(w.demands[1]) != 1:  # else one sum would have to be in two places
+            return []
+        src, dst, itemsize = places[arc.src], places[arc.dst], self.names.itemsize[w.name]
+        sent = self.sent(src, dst, itemsize, w.companies[1])
+        found = ways(moved(src, dst, self.mesh) or [], itemsize, self.training.master_bytes, self.mesh)
+        return [Arc(arc.src, arc.dst, self.times(sent or [], w, 1, way, often), way) for way in found]
+
+    def sent(self, src: Placement, dst: Placement, itemsize: float, companies: tuple[Company, ...] = ()) -> Sent | None:
+        """Of every collective from `src` to `dst` its number among the steps, from 1, its link and its seconds. companies: what they may be joined with."""
         key = (src, dst, itemsize, companies)
         if key not in self.known_sent:
             steps = moved(src, dst, self.mesh)
             costs = (
-                shared(self.cost, s.kind, s.axes, s.wire_bytes(self.mesh, 1) * itemsize, companies)
-                for s in steps or ()
+                (k, shared(self.cost, s.kind, s.axes, s.wire_bytes(self.mesh, 1) * itemsize, companies))
+                for k, s in enumerate(steps or (), 1)
                 if s.kind != "slice"
             )
-            self.known_sent[key] = None if steps is None else [(c.link, c.seconds) for c in costs]
+            self.known_sent[key] = None if steps is None else [(k, c.link, c.seconds) for k, c in costs]
         return self.known_sent[key]
 
-    def times(self, sent: Sequence[tuple[str, float]], w: Wire, stage: int) -> dict[int, float]:
+    def times(self, sent: Sent, w: Wire, stage: int, way: int = 0, early: int = 1) -> dict[int, float]:
+        """way: so many of the first steps of a gradient's reduction are taken `early` times in a micro-batch, the others once in all."""
         out: dict[int, float] = {}
-        often = w.count / (self.training.micro_batches if w.reduces else 1)
         waits = self.cost.cluster.contention if w.overlaps else 1.0
-        for link, seconds in sent:
+        for k, link, seconds in sent:
+            often = w.count * (early if k <= way else 1 / self.training.micro_batches if w.reduces else 1)
             for resource, share in ((link, 1.0), ("compute", waits)):
                 if share:
                     a = account(stage, resource)

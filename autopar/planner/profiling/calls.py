@@ -49,9 +49,10 @@ class Calls:
         for i, op in enumerate(self.graph.ops):
             self._operator(i, op)
         for v, direction, arc in used_arcs(problem, decision):
-            steps = [s for s in f.names.steps(v, arc) if s.kind != "slice"]
+            steps = [(k, s) for k, s in enumerate(f.names.steps(v, arc), 1) if s.kind != "slice"]
+            early = sum(k <= arc.way for k, _ in steps)
             for tensor in self.q.members[problem.values[v].name] if steps else ():
-                self._brought(v, direction, tensor, [(s.kind, s.axes, s.wire_bytes(f.mesh, 1)) for s in steps])
+                self._brought(v, direction, tensor, [(s.kind, s.axes, s.wire_bytes(f.mesh, 1)) for _, s in steps], early)
         for v, kept in decision.kept.items():
             for k in kept:
                 for tensor in self.q.members[problem.values[v].name] if problem.values[v].policies[k].medium != DEVICE else ():
@@ -154,7 +155,8 @@ class Calls:
 
     # ---- what is brought and moved -----------------------------------------------------------------------------------
 
-    def _brought(self, v: int, direction: int, tensor: str, steps: list[tuple[str, tuple[str, ...], float]]) -> None:
+    def _brought(self, v: int, direction: int, tensor: str, steps: list[tuple[str, tuple[str, ...], float]], early: int) -> None:
+        """early: how many of the steps a gradient takes in every micro-batch."""
         f, life, wire = self.f, self.life, self.f.wires[self.problem.values[v].name]
         home, itemsize = self.places.home(tensor), f.names.itemsize[self.problem.values[v].name]
         users = life.users(tensor, ("forward", "backward")[direction])
@@ -164,7 +166,9 @@ class Calls:
             made = life.grad_made(tensor)
             name = self.program.params_of_grad[tensor][0]
             wait = self.places.spot(home, life.windows.awaited(made), BEHIND)
-            self._collectives(home, self._leaf(name, home), "gradient", sized, self.places.spot(home, made, MADE, 1), wait, companies)
+            self._collectives(
+                home, self._leaf(name, home), "gradient", sized, self.places.spot(home, made, MADE, 1), wait, companies, early
+            )
         elif wire.overlaps and tensor in self.program.param_of and (reads := users or self._read_again(tensor)):
             first = min(reads)
             name, at = self.program.param_of[tensor], self.places.spot(home, life.windows.issued(first), AHEAD, -1)
@@ -210,10 +214,11 @@ class Calls:
         at: Spot,
         wait: Spot | None = None,
         companies: tuple[Company, ...] = (),
+        early: int = 0,
     ) -> None:
-        """companies: what it is joined with in one bucket."""
-        often = self.f.training.micro_batches if serves == "gradient" else 1
-        for kind, axes, sent in steps:
+        """companies: what it is joined with in one bucket; early: so many of a gradient's steps are taken in every micro-batch."""
+        for k, (kind, axes, sent) in enumerate(steps):
+            often = self.f.training.micro_batches if serves == "gradient" and k >= early else 1
             c = shared(self.f.cost, kind, axes, sent, companies)
             self._emit(home, What(kind, module, c.link, self._stack(home), serves, axes), c.seconds / often, sent, at, wait)
 
