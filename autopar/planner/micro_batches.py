@@ -121,14 +121,15 @@ def fastest(
         if refused is not None and m > refused[0]:
             continue
         best = min(tried, key=lambda t: t.seconds, default=None)
-        if best is not None and best.plan is not None and is_late(took_s / 2):
-            # The prices of parts of the data are no less than parts of the price.
-            at_least_s = max([any_s(), *(t.least_s for t in tried if m % t.number == 0)])
-            tried.append(Tried(m, None, at_least_s, "not tried, for want of time", None))
-            continue
-        bound_s = max((more_s(t.number) for t in tried if m % t.number == 0), default=0.0)
+        fewer = [t for t in tried if m % t.number == 0]
+        bound_s = 0.0 if best is not None and is_late(0.0) else max((more_s(t.number) for t in fewer), default=0.0)
         if best is not None and bound_s >= best.seconds * (1 - gap):
             tried.append(Tried.left_out(m, bound_s))
+            continue
+        if best is not None and best.plan is not None and is_late(took_s / 2):
+            # The prices of parts of the data are no less than parts of the price.
+            at_least_s = max([any_s(), bound_s, *(t.least_s for t in fewer)])
+            tried.append(Tried(m, None, at_least_s, "not tried, for want of time", None))
             continue
         began = time.perf_counter()
         try:

@@ -37,6 +37,8 @@ def refit(plan: Plan, graph: Graph | Folded) -> Plan:
     if not plan.fingerprint:  # a hand layout's, which holds for the names it has
         if list(plan.ops) == [op.name for op in ops]:
             return plan
+        if plan.ops.keys() == {op.name for op in ops} and all(plan.targets.get(op.name) == op.target for op in ops):
+            return replace(plan, ops={op.name: plan.ops[op.name] for op in ops})
         raise _mismatch(plan, folded, ["the plan says of no program but the one it was made from, whose operators have other names"])
     missing = [n for n, t in folded.graph.params.items() if n not in plan.params or plan.params[n].shape != t.shape]
     if plan.fingerprint != folded.fingerprint() or missing:

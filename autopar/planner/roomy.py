@@ -18,21 +18,15 @@ ROOM = 0.7  # of the budget
 
 def roomy(numbers: Sequence[int], folded: Folded, devices: int, training: TrainingConfig, batch: int) -> int:
     """Of `numbers`, ascending, the least whose activations, all kept, fit beside parameters, gradients and the optimizer's state, everything split evenly over the devices. No
-    more than what leaves a sample for each device; the first, where gradients that wait unreduced for the last micro-batch leave no room for anything. folded: of the
-    whole batch."""
+    more than the first that leaves some devices without a sample of their own, where they share what is made of one. folded: of the whole batch."""
     counts = {t.name: folded.tensor_count.get(folded.tensor_rep.get(t.name, t.name), 1) for t in _once(folded)}
     elements = sum(t.numel * counts[t.name] for t in _once(folded))
     state = elements * (2 * training.master_bytes + training.state_bytes)
-    unreduced = sum(t.nbytes * counts[t.name] for t in _once(folded))  # by devices that have samples of their own
     kept = kept_bytes(folded)
-    found = numbers[0]
     for m in numbers:
-        if m > numbers[0] and (batch // m < devices or state / devices + unreduced > ROOM * training.budget_bytes):
-            break
-        found = m
-        if (kept / m + state) / devices <= ROOM * training.budget_bytes:
-            break
-    return found
+        if (kept / m + state) / devices <= ROOM * training.budget_bytes or batch // m < devices:
+            return m
+    return numbers[-1]
 
 
 def _once(folded: Folded) -> list[Tensor]:

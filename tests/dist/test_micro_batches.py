@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.errors import AutoparError
+from autopar.planner.formulation.names import moved
 from autopar.runtime.outputs import NotComputedError
 from tests.dist.launch import run
 from tests.dist.test_planned import _cluster
@@ -123,6 +126,49 @@ def test_equals_one_device(which: str) -> None:
 def test_equals_one_device_alone() -> None:
     (found,) = run(_all, 1, [("llama", 8, "fsdp", False), ("gpt2", 3, "fsdp", False), ("mlp", 2, "ddp", False)])
     assert max(found) < 2e-4, found
+
+
+def _reduced_first(name: str, number: int, layout: str, sizes: tuple[int, ...], steps: int) -> float:
+    """As `_trained`, with gradients reduced before they are added up: by the first `steps` collectives of those that bring them to their parameters, or all of them (0)."""
+    reference, batch = _built(name)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")[: len(sizes)])
+
+    def compiled(**more: Any) -> Any:
+        torch.manual_seed(SEED)
+        return autopar.compile(copy.deepcopy(reference), mesh, backend="aot_eager", micro_batches=number, **more)
+
+    first = compiled(layout=layout)
+    first(**batch).loss.backward()
+    plan, step = first.plan, first.compiled_steps[0]
+    params, early = dict(plan.params), 0
+    for name, (made, _) in step.accumulated.items():
+        c = params[name]
+        way = moved(made, c.storage, plan.mesh) or []
+        at = c.storage if not steps or len(way) <= steps else way[steps - 1].dst
+        if way and (at == c.storage or at.shape == c.shape):
+            params[name], early = dataclasses.replace(c, accumulated=at), early + 1
+    assert early
+    again = compiled(plan=dataclasses.replace(plan, params=params))
+    return max(trained_beside(reference, again, batch, SEED, 3).values())
+
+
+REDUCED_FIRST = [("llama", 3, "fsdp", 0), ("gpt2", 3, "ddp", 0), ("toy-dropout", 4, "fsdp", 0)]
+REDUCED_FIRST_ON_TWO_AXES = [("llama", 2, "fsdp+tp", 0), ("gpt2", 2, "fsdp+tp", 1)]
+
+
+def _all_reduced_first(which: list[tuple[str, int, str, int]], sizes: tuple[int, ...]) -> list[float]:
+    return [_reduced_first(name, m, layout, sizes, steps) for name, m, layout, steps in which]
+
+
+def test_reduced_before_they_are_added_up() -> None:
+    for found in run(_all_reduced_first, 2, REDUCED_FIRST, (2,)):
+        assert max(found) < 2e-4, list(zip(REDUCED_FIRST, found, strict=True))
+
+
+@wide
+def test_reduced_before_they_are_added_up_on_two_axes() -> None:
+    for found in run(_all_reduced_first, 4, REDUCED_FIRST_ON_TWO_AXES, (2, 2)):
+        assert max(found) < 2e-4, list(zip(REDUCED_FIRST_ON_TWO_AXES, found, strict=True))
 
 
 def _loops(name: str) -> None:

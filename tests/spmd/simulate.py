@@ -24,11 +24,12 @@ from autopar.capture.fusions.table import fused
 from autopar.distributed.shards import cut, join
 from autopar.graph.graph import Graph
 from autopar.graph.mesh import Mesh
+from autopar.graph.placement import Placement
 from autopar.kernels.random import EagerRandom
 from autopar.passes.manager import joint_passes, run_passes
 from autopar.passes.offload import offload
 from autopar.passes.partition import Parts, partition
-from autopar.passes.shard import shard
+from autopar.passes.shard import accumulated_grads, shard
 from autopar.passes.sharding.emit import Options
 from autopar.passes.sharding.groups import group_name, group_names
 from autopar.plan.plan import Plan
@@ -61,6 +62,7 @@ class Simulated:
     parts: Parts
     mesh: Mesh
     collectives: tuple[Any, ...]
+    accumulated: Mapping[str, tuple[Placement, torch.dtype]]
 
     def values(
         self,
@@ -92,6 +94,9 @@ class Simulated:
                 values[role] = LocalTensor({r: torch.tensor(at[r][role.name]) for r in range(n)})
             elif role.kind == "seed":
                 values[role] = LocalTensor({r: torch.tensor(seed) for r in range(n)})
+            elif role.kind == "accumulated":
+                lies, dtype = self.accumulated[role.name]
+                values[role] = LocalTensor({r: torch.zeros(lies.local_shape(mesh), dtype=dtype) for r in range(n)})
             elif role.kind == "tangent":
                 values[role] = LocalTensor({r: torch.ones((), dtype=tensor_dtype(self.captured)) for r in range(n)})
         return values
@@ -162,14 +167,20 @@ def prepare(model: nn.Module, kwargs: dict[str, Any], loss_fn: Any = None, grad:
 
 
 def simulated(
-    p: Prepared, mesh_axes: dict[str, int], layout: str | Layout | Plan, fuses: bool = True, reduce: torch.dtype | None = None
+    p: Prepared,
+    mesh_axes: dict[str, int],
+    layout: str | Layout | Plan,
+    fuses: bool = True,
+    reduce: torch.dtype | None = None,
+    accumulates: tuple[bool, bool] = (True, False),
 ) -> Simulated:
-    """Must run inside `fake_world` of the mesh's size. reduce: the dtype that gradients are reduced in."""
+    """Must run inside `fake_world` of the mesh's size. reduce: the dtype that gradients are reduced in; accumulates: whether they are, and added to those of earlier micro-batches."""
     mesh = Mesh.of(mesh_axes)
     trainable = frozenset(n for n, q in p.model.named_parameters() if q.requires_grad)
     plan = layout if isinstance(layout, Plan) else propagate(p.graph, Layout.of(layout, mesh), mesh_axes, trainable)
     storage = {n: q.dtype for n, q in p.model.named_parameters()}
-    sharded = run_passes(shard(p.captured, p.graph, plan, Options(torch.device("cpu"), storage, "sim", reduce)), "sim", joint_passes(fuses))
+    options = Options(torch.device("cpu"), storage, "sim", reduce, *accumulates)
+    sharded = run_passes(shard(p.captured, p.graph, plan, options), "sim", joint_passes(fuses))
     for axes in group_names(sharded.gm, "sim"):
         for ranks in mesh.groups(axes):
             group = dist.new_group(ranks)
@@ -178,7 +189,7 @@ def simulated(
     parts = partition(sharded, reshard_after_forward=plan.reshard_after_forward, recompute=plan.recompute, gathered=plan.gathered_once)
     if plan.offload:
         parts = offload(parts, STORE, window_of(p.graph, fold(p.graph).stacks), p.captured.fake_mode)
-    return Simulated(p.captured, p.graph, plan, parts, mesh, sharded.collectives)
+    return Simulated(p.captured, p.graph, plan, parts, mesh, sharded.collectives, accumulated_grads(p.graph, plan, reduce, storage))
 
 
 def one_device(model: nn.Module, kwargs: dict[str, Any], seed: tuple[int, int], loss_fn: Any = None) -> torch.Tensor:

@@ -19,6 +19,7 @@ from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 
 from autopar.offload import OffloadSettings, close_store, open_store
 from autopar.passes.manager import overlap
+from autopar.plan.plan import Plan
 from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.planning import plan_graph
@@ -71,39 +72,52 @@ def free(name: str, axes: str, layers: int, batch: int, seq: int) -> Memory:
 
 
 @functools.cache
-def memory(name: str, axes: str, budget_bytes: float, layers: int = 3, batch: int = 32, seq: int = 64) -> Memory:
+def memory(name: str, axes: str, budget_bytes: float, layers: int = 3, batch: int = 32, seq: int = 64, micro_batches: int = 1) -> Memory:
+    """Of one micro-batch: of several, the largest of the first, one in the middle and the last."""
     p, mesh = program(name, layers, batch, seq), mesh_of(axes)
     devices = math.prod(mesh.values())
     params = dict(p.model.named_parameters(remove_duplicate=False))
     trainable = frozenset(n for n, q in params.items() if q.requires_grad)
-    training = TrainingConfig(trainable, budget_bytes=budget_bytes, media=("host",), least_bytes=1e4, fuses=False)
+    training = TrainingConfig(
+        trainable, budget_bytes=budget_bytes, media=("host",), least_bytes=1e4, fuses=False, micro_batches=micro_batches
+    )
     found = plan_graph(p.graph, mesh, fast(devices), training, LIMITS)
+    calls = [(True, False)] if micro_batches == 1 else [(False, False), (False, True), (True, True)]
+    measured = {accumulates: live(p, mesh, found.plan, accumulates) for accumulates in calls}
+    at, peak = max(measured.values(), key=lambda m: m[1])
     state = sum(math.prod(c.storage.local_shape(found.plan.mesh)) * training.state_bytes for c in found.plan.params.values() if c.trainable)
-    with tempfile.TemporaryDirectory() as folder, fake_world(devices):
-        open_store(STORE, OffloadSettings(10**9, folder, 10**9))
-        try:
-            step = simulated(p, mesh, found.plan, fuses=False)
-            parts = overlap(step.parts, "sim")
-            assert parts.backward is not None
-            forward, backward = (lower(gm, backend="aot_eager", fake_mode=None).fn for gm in (parts.forward, parts.backward))
-            values = step.values(params, dict(p.model.named_buffers()), p.tensors, SEED)
-            local = [t for v in values.values() for t in (v._local_tensors.values() if isinstance(v, LocalTensor) else (v,))]
-            with torch.no_grad(), LiveBytes(local) as live, LocalTensorMode(devices):
-                out = forward([values[r] for r in parts.forward_inputs])
-                saved = out[len(parts.forward_outputs) :]
-                del out
-                flat = [*saved, *(values[r] for r in parts.backward_inputs)]
-                saved.clear()
-                grads = backward(flat)
-                del grads
-        finally:
-            close_store(STORE)
     rows = zip((row.name for row in found.found.problem.rows), found.solution.price.row_bytes, strict=True)
     predicted = max(b for name_, b in rows if name_ != "optimizer step")
     again = sum(policy == "recompute" for policy in found.plan.activations.values())
     offloaded = len(found.plan.offload)
     policies = (len(found.plan.activations) - again - offloaded, again, offloaded)
-    return Memory(predicted, live.peak / devices + state, budget_bytes, live.at, policies)
+    return Memory(predicted, peak + state, budget_bytes, at, policies)
+
+
+def live(p: Prepared, mesh: dict[str, int], plan: Plan, accumulates: tuple[bool, bool]) -> tuple[str, float]:
+    """Where most lives of a call that runs, and how many bytes on each device."""
+    devices, params = math.prod(mesh.values()), dict(p.model.named_parameters(remove_duplicate=False))
+    with tempfile.TemporaryDirectory() as folder, fake_world(devices):
+        open_store(STORE, OffloadSettings(10**9, folder, 10**9))
+        try:
+            step = simulated(p, mesh, plan, fuses=False, accumulates=accumulates)
+            parts = overlap(step.parts, "sim")
+            assert parts.backward is not None
+            forward, backward = (lower(gm, backend="aot_eager", fake_mode=None).fn for gm in (parts.forward, parts.backward))
+            values = step.values(params, dict(p.model.named_buffers()), p.tensors, SEED)
+            local = [t for v in values.values() for t in (v._local_tensors.values() if isinstance(v, LocalTensor) else (v,))]
+            with torch.no_grad(), LiveBytes(local) as found, LocalTensorMode(devices):
+                del local
+                out = forward([values[r] for r in parts.forward_inputs])
+                saved = out[len(parts.forward_outputs) :]
+                del out
+                flat = [*saved, *(values.pop(r) if r.kind == "accumulated" else values[r] for r in parts.backward_inputs)]
+                saved.clear()
+                grads = backward(flat)
+                del grads
+        finally:
+            close_store(STORE)
+    return found.at, found.peak / devices
 
 
 def budgets(name: str, axes: str, everything: Memory, size: tuple[int, int, int]) -> list[float]:
@@ -137,6 +151,15 @@ def test_four_devices(name: str) -> None:
     everything = free(name, "dp=4", *size)
     for found in (everything, *(memory(name, "dp=4", share * everything.predicted, *size) for share in (0.85, 0.75))):
         assert abs(found.error) <= TOLERANCE, found
+
+
+@pytest.mark.parametrize(("name", "share"), cases([("llama", 1.0), ("llama", 0.6), ("bert", 0.7)], [("llama", 0.6)]))
+def test_micro_batches(name: str, share: float) -> None:
+    """Sums of gradients are held from call to call: unreduced, or, where memory is short, reduced."""
+    size = 2, 128, 32
+    everything = memory(name, "dp=4", math.inf, *size, micro_batches=3)
+    found = memory(name, "dp=4", share * everything.predicted, *size, micro_batches=3) if share < 1 else everything
+    assert abs(found.error) <= TOLERANCE, found
 
 
 def main() -> None:

@@ -85,9 +85,9 @@ def cost_of(name: str, axes: str, links: str = "even") -> Cost:
 
 
 @functools.cache
-def least(name: str, axes: str) -> float:
+def least(name: str, axes: str, micro_batches: int = 1) -> float:
     with pytest.raises(InfeasibleError) as error:
-        planned(name, mesh_of(axes), 1000.0)
+        planned(name, mesh_of(axes), 1000.0, micro_batches=micro_batches)
     return 1000.0 + error.value.shortfall_bytes
 
 
@@ -156,6 +156,16 @@ def test_price_of_one_of_four_micro_batches() -> None:
     want = found.plan.predicted["step_time_s"]
     assert abs(got.step_time_s - want) <= EXACT * want, f"{got}\npredicted {found.plan.predicted}"
     assert want < priced("gpt2", "dp=2,tp=2")[0].plan.predicted["step_time_s"]
+
+
+@pytest.mark.parametrize(("name", "axes"), cases([("llama", "dp=4"), ("qwen3", "dp=2,tp=2"), ("llama", "dp=2,tp=2")], [("llama", "dp=4")]))
+def test_price_where_every_micro_batch_reduces_gradients(name: str, axes: str) -> None:
+    """Where memory is short, for want of which sums of unreduced gradients have no room."""
+    found, got, _ = priced(name, axes, 1.02 * least(name, axes, 4), micro_batches=4)
+    early = [c for c in found.plan.params.values() if c.accumulated is not None]
+    assert early
+    want = found.plan.predicted["step_time_s"]
+    assert abs(got.step_time_s - want) <= EXACT * want, f"{got}\npredicted {found.plan.predicted}"
 
 
 @pytest.mark.parametrize("name", cases(LITTLE, ["convnet"]))
