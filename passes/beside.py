@@ -96,6 +96,8 @@ class _Places:
         group = [n for n in self.calls[i:c] if self.needs[n] >> i & 1]
         if any(n in self.behind or is_issue(n) or is_wait(n) for n in group):
             return False
+        if any(at < c and self.needs[n] >> i & 1 for n, at in self.behind.items()):  # it was called up to a place before this one
+            return False
         return self.live.later(group, c) and self.take(group, c)
 
     def call_up(self, i: int, c: int) -> bool:
@@ -103,6 +105,8 @@ class _Places:
         wanted = self.needs[self.calls[i]]
         group = [n for n in self.calls[c + 1 : i + 1] if wanted >> self.at[n] & 1]
         if any(n in self.behind or is_issue(n) or is_wait(n) for n in group):
+            return False
+        if any(at > c and wanted >> self.at[n] & 1 for n, at in self.behind.items()):  # it was put off to a place behind this one
             return False
         return self.live.earlier(group, c) and self.take(group, c)
 
