@@ -66,15 +66,14 @@ def better(forms: tuple[Form, ...], least: bool = False, gap: float = 0.0, is_la
     best: tuple[Form, Plan] | None = None
     failed: InfeasibleError | None = None
     for form in forms:
-        if (
-            best is not None
-            and not least
-            and (at_least_s := max(form.least_s(), float(best[1].solver.get(OTHER_FORM, 0.0))))
-            >= best[1].predicted["step_time_s"] * (1 - gap)
-        ):
-            said[form.name] = f"no less than {format_time(at_least_s)}"
-            bound_s.append(at_least_s)
-            continue
+        if best is not None and not least:
+            at_least_s, enough_s = float(best[1].solver.get(OTHER_FORM, 0.0)), best[1].predicted["step_time_s"] * (1 - gap)
+            if at_least_s < enough_s:
+                at_least_s = max(at_least_s, form.least_s())
+            if at_least_s >= enough_s:
+                said[form.name] = f"no less than {format_time(at_least_s)}"
+                bound_s.append(at_least_s)
+                continue
         if best is not None and is_late():
             said[form.name] = "not tried, for want of time"
             bound_s.append(form.least_s())

@@ -67,15 +67,13 @@ def _is_time(key: str) -> bool:
 
 @dataclass(frozen=True)
 class Tried(Generic[T]):
-    """What planning so many micro-batches gave. plan: None where there is none; bound_s: no plan takes less; why: there is no plan; made: what it was planned from; least_s: what
-    its operators take at least."""
+    """What planning so many micro-batches gave. plan: None where there is none; bound_s: no plan takes less; why: there is no plan; made: what it was planned from."""
 
     number: int
     plan: Plan | None
     bound_s: float
     why: str
     made: T | None
-    least_s: float = 0.0
 
     @staticmethod
     def left_out(number: int, bound_s: float) -> Tried[T]:
@@ -128,18 +126,17 @@ def fastest(
             continue
         if best is not None and best.plan is not None and is_late(took_s / 2):
             # The prices of parts of the data are no less than parts of the price.
-            at_least_s = max([any_s(), bound_s, *(t.least_s for t in fewer)])
+            at_least_s = max([any_s(), bound_s, *(least_s(t.number, t.made) for t in fewer if t.made is not None)])
             tried.append(Tried(m, None, at_least_s, "not tried, for want of time", None))
             continue
         began = time.perf_counter()
         try:
             made = task(m)
-            bound_s = least_s(m, made)
-            if best is not None and bound_s >= best.seconds:
+            if best is not None and (bound_s := least_s(m, made)) >= best.seconds:
                 tried.append(Tried.left_out(m, bound_s))
                 continue
             plan = planned(m, made)
-            tried.append(Tried(m, plan, float(plan.solver["bound_s"]), "", made, bound_s))
+            tried.append(Tried(m, plan, float(plan.solver["bound_s"]), "", made))
             took_s = max(took_s, time.perf_counter() - began)
         except InfeasibleError as e:
             if lacking is None or e.shortfall_bytes < lacking.shortfall_bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from autopar.rules.grammar import Dim, Factor, Line, Rule, match
 
 RuleFn = Callable[[Op], "Line | str | Rule | None"]
 _RULES: dict[str, RuleFn] = {}
+_FOUND: dict[int, tuple[weakref.ref[Op], RuleFn | None, Rule]] = {}  # by identity: equal operators are rarely one
 _MODULES = (
     "pointwise", "view", "matmul", "reduction", "norm", "index", "factory", "attention", "conv", "loss", "random", "moe", "experts", "loss_head",
 )  # fmt: skip
@@ -50,9 +52,18 @@ def targets() -> tuple[str, ...]:
 
 
 def lookup(op: Op) -> Rule:
-    """The rule of this call; a fallback (`is_fallback`) if there is none."""
+    """The rule of this call; a fallback (`is_fallback`) if there is none. Planning asks often: it is kept as long as the operator lives."""
     _load()
-    fn = _RULES.get(op.target)
+    fn, key = _RULES.get(op.target), id(op)
+    known = _FOUND.get(key)
+    if known is not None and known[0]() is op and known[1] is fn:
+        return known[2]
+    made = _made(op, fn)
+    _FOUND[key] = weakref.ref(op, lambda _: _FOUND.pop(key, None)), fn, made
+    return made
+
+
+def _made(op: Op, fn: RuleFn | None) -> Rule:
     found = fn(op) if fn else None
     if found is None:
         return fallback(op)

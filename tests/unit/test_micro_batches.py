@@ -212,8 +212,7 @@ def test_what_cannot_be_parted_is_planned_whole() -> None:
 
 
 def test_room_is_for_all_that_backward_reads() -> None:
-    """The least number of which the activations of one fit: as a device has less memory, more of them; never more than leave a sample for each device, and one where gradients
-    that are not reduced yet leave no room."""
+    """The least number of which the activations of one fit: as a device has less memory, more of them; never more than the first that leaves no sample for each device."""
     zoo = ZOO["llama"]
     p = captured("llama")
     folded = fold(p.graph)
@@ -221,13 +220,11 @@ def test_room_is_for_all_that_backward_reads() -> None:
     measured = sum(t.nbytes for t in _saved(zoo))
     assert measured <= 1.5 * kept and kept <= 3 * measured
     numbers = candidates(8)
-    light, heavy = (replace(folded, graph=replace(p.graph, params=params)) for params in ({}, p.graph.params))
+    light = replace(folded, graph=replace(p.graph, params={}))
     for devices in (1, 2, 4):
         budgets = (1e12, kept / devices, kept / devices / 2, 1.0)
         found = [roomy(numbers, light, devices, TrainingConfig(frozenset(), budget_bytes=budget), 8) for budget in budgets]
-        assert found[0] == 1 and found == sorted(found) and found[-1] == 8 // devices, found
-        gradients = sum(t.nbytes for t in p.graph.params.values())
-        assert roomy(numbers, heavy, devices, TrainingConfig(frozenset(), budget_bytes=1.2 * gradients), 8) == 1
+        assert found[0] == 1 and found == sorted(found) and found[-1] == min(8, 16 // devices), found
 
 
 def _saved(zoo: Any) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from ortools.math_opt.python import mathopt
@@ -123,6 +124,48 @@ def test_events_equal_brute_force() -> None:
         assert best - 1e-9 <= binary <= best * (1 + 4 * TIE), (seed, binary, best)
         changed += best > brute_force(plain)[0] + 1e-9
     assert changed >= 3
+
+
+def test_micro_batches_equal_brute_force() -> None:
+    """Gradients that wait unreduced between micro-batches, or are reduced in each, for time and less memory: same optimum."""
+    early = 0
+    for seed in range(200):
+        problem = _with_gradients(random_problem(seed), seed)
+        best, decision = brute_force(problem)
+        found = solve(problem, EXACT)
+        if best == float("inf"):
+            assert isinstance(found, Infeasible), seed
+            continue
+        assert isinstance(found, Solution) and found.price.feasible and found.bound_s <= best + 1e-6, seed
+        binary = _all_binary(problem)
+        assert best - 1e-9 <= binary <= best * (1 + 4 * TIE), (seed, binary, best)
+        assert decision is not None
+        flow = problem.values[-1].backward
+        assert flow is not None
+        early += any(flow.arcs[a].way for a in decision.arcs.get((len(problem.values) - 1, 1), ()))
+    assert early >= 5
+
+
+def _with_gradients(problem: Problem, seed: int) -> Problem:
+    """With a value that backward makes at one of three nodes and a choice wants at another. What waits between micro-batches takes its size at the node where it is made, or,
+    of an arc whose price is paid in each of four, a half of that."""
+    g = random.Random(seed)
+    sizes, v = [g.uniform(0.5e9, 3e9) for _ in range(3)], len(problem.values)
+    supply, demand = _end(g, problem.choices, 3), _end(g, problem.choices, 3)
+    once = _arcs(g, 3, 1)
+    arcs = tuple(a for arc in once for a in (arc, replace(arc, times={k: 4 * t for k, t in arc.times.items()}, way=1)))
+    held = [(("x", supply.choice, s), sizes[n]) for s, n in enumerate(supply.nodes)]
+    less = [(("e", v, 1, a), -sizes[arc.src] / 2) for a, arc in enumerate(arcs) if arc.way]
+    rows = tuple(replace(row, terms=_summed([*row.terms, *held, *less])) for row in problem.rows)
+    value = Value("gradient", ("0", "1", "2"), Flow((), (), ()), Flow(arcs, (supply,), (demand,)))
+    return replace(problem, values=(*problem.values, value), rows=rows, budget_bytes=problem.budget_bytes + 1e9)
+
+
+def _summed(terms: list[tuple[Any, float]]) -> tuple[tuple[Any, float], ...]:
+    found: dict[Any, float] = {}
+    for key, n in terms:
+        found[key] = found.get(key, 0.0) + n
+    return tuple(found.items())
 
 
 def _with_events(problem: Problem, seed: int) -> Problem:
