@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import autopar
-from autopar.capture.capture import Call, Captured
+from autopar.capture.capture import Call, Captured, Role
 from autopar.cost import Cost
 from autopar.distributed.shards import cut, join
 from autopar.graph.graph import Graph
@@ -36,7 +36,7 @@ from autopar.solver.solve import Limits
 from tests.fuzz.dense import Dense
 from tests.fuzz.names import randn
 from tests.fuzz.program import Loaded, load
-from tests.fuzz.settings import Setting, randomly, size_of, with_policies
+from tests.fuzz.settings import Setting, accumulating, randomly, size_of, with_policies
 from tests.spmd.exchange import exchanges
 from tests.spmd.simulate import STORE, Prepared, Simulated, fake_world, simulated
 from tests.spmd.test_planned import cluster
@@ -183,11 +183,18 @@ class Trial:
         prepared = Prepared(model, captured, graph, tuple(tensors))
         plan = plan_of(prepared, setting)
         with fake_world(size_of(setting.mesh)), _store(plan):
-            sim = simulated(prepared, setting.mesh, plan, fuses=False)
-            return _ranks(sim, model, tensors)
+            if setting.accumulated < 0:
+                return _ranks(simulated(prepared, setting.mesh, plan, fuses=False), model, tensors)
+            earlier = simulated(prepared, setting.mesh, plan, fuses=False, accumulates=(False, False))
+            return _ranks(simulated(prepared, setting.mesh, plan, fuses=False, accumulates=(True, True)), model, tensors, earlier)
 
 
 def plan_of(p: Prepared, s: Setting) -> Plan:
+    plan = _plan_of(p, s)
+    return plan if s.accumulated < 0 else accumulating(p.graph, plan, s.accumulated)
+
+
+def _plan_of(p: Prepared, s: Setting) -> Plan:
     trainable = frozenset(n for n, q in p.model.named_parameters() if q.requires_grad)
     if s.layout == "plan":
         setting = TrainingConfig(trainable, least_bytes=1.0, fuses=False)
@@ -223,8 +230,8 @@ def _store(plan: Plan) -> Iterator[None]:
             close_store(STORE)
 
 
-def _ranks(sim: Simulated, model: nn.Module, tensors: list[torch.Tensor]) -> Result:
-    """The step on all ranks, put together."""
+def _ranks(sim: Simulated, model: nn.Module, tensors: list[torch.Tensor], earlier: Simulated | None = None) -> Result:
+    """The step on all ranks, put together. earlier: the same step, whose gradients the step adds to its own; then these are half of that."""
     mesh, n, captured = sim.mesh, sim.mesh.size, sim.captured
     at = [mesh.coordinates(r) for r in range(n)]
     # Links so slow that all there is to join is joined.
@@ -236,6 +243,10 @@ def _ranks(sim: Simulated, model: nn.Module, tensors: list[torch.Tensor]) -> Res
             p = sim.plan.outputs[r.index]
             whole = weight(r.index, torch.empty(p.shape, dtype=x.meta["val"].dtype))
             values[r] = LocalTensor({k: cut(whole, p, mesh, at[k]).clone() for k in range(n)})
+    if earlier is not None:
+        earlier.parts = overlap(earlier.parts, "sim", Cost(Cluster.of(f"cpu:1x{n}"), mesh))
+        waiting = zip(earlier.parts.backward_outputs, _halves(earlier, values)[1], strict=False)
+        values |= {Role("accumulated", r.name): t for r, t in waiting if r.kind == "grad" and t is not None}
     results, grads = _halves(sim, values)
 
     def ranks(t: Any) -> dict[int, torch.Tensor]:
@@ -260,7 +271,7 @@ def _ranks(sim: Simulated, model: nn.Module, tensors: list[torch.Tensor]) -> Res
         if role.kind == "grad":
             c = sim.plan.params[role.name]
             whole = _joined(ranks(t), c.storage, mesh)
-            found[role.name] = whole[tuple(slice(0, m) for m in c.shape)]
+            found[role.name] = whole[tuple(slice(0, m) for m in c.shape)] / (1 if earlier is None else 2)
         elif role.kind == "input_grad":
             input_grads[role.index] = _joined(ranks(t), sim.plan.inputs[role.index], mesh)
     return Result(leaves, None, found, _handed_back(input_grads, tensors), updated)

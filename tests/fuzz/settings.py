@@ -13,6 +13,7 @@ from autopar.graph.graph import Graph, Op
 from autopar.graph.mesh import Mesh
 from autopar.plan.decisions import OFFLOAD, OpChoice
 from autopar.plan.plan import Plan
+from autopar.planner.formulation.names import moved
 from autopar.rules import lookup
 from autopar.rules.strategy import is_legal, placements
 
@@ -23,7 +24,7 @@ LAYOUTS = ("ddp", "fsdp", "tp", "fsdp+tp")
 @dataclass(frozen=True)
 class Setting:
     """mesh: empty for one process. layout: a hand layout, "random" or "plan". recompute, offloaded: seeds of what runs again and of what is kept
-    elsewhere, -1: nothing."""
+    elsewhere, -1: nothing. accumulated: of where gradients are added up to those of an earlier call, -1: there is none."""
 
     mesh: dict[str, int] = field(default_factory=dict)
     layout: str = "fsdp"
@@ -32,6 +33,7 @@ class Setting:
     recompute: int = -1
     offloaded: int = -1
     memory: str = "fastest"
+    accumulated: int = -1
 
     def as_dict(self) -> dict[str, Any]:
         """What is not as by default."""
@@ -76,6 +78,8 @@ def draw(rng: random.Random, wanted: Wanted) -> list[Setting]:
         else:
             layouts = [x for x in LAYOUTS if ("tp" in x) <= ("tp" in mesh) and ("fsdp" in x) <= (len(mesh) > 1 or "tp" not in mesh)]
             out.append(Setting(mesh, rng.choice(layouts), recompute=again, offloaded=offloaded))
+        if rng.random() < 0.25:
+            out[-1] = replace(out[-1], accumulated=rng.randrange(1000))
     return out
 
 
@@ -132,6 +136,20 @@ def with_policies(graph: Graph, plan: Plan, again: int, offloaded: int) -> Plan:
                     kept[t.name], policies[t.name] = p, OFFLOAD + "host"
         plan = replace(plan, kept=kept, activations=policies)
     return plan
+
+
+def accumulating(graph: Graph, plan: Plan, seed: int) -> Plan:
+    """`plan` with gradients added up where they are made, as their parameters are stored, or on the way there."""
+    rng, params = random.Random(seed), dict(plan.params)
+    by_name = {op.name: op for op in graph.ops}
+    for name, grad in graph.grads.items():
+        op, choice = by_name.get(grad.split(".")[0]), plan.params[name]
+        if op is None:
+            continue
+        made = next(p for t, p in zip(op.outputs, made_at(op, plan.ops), strict=True) if t is not None and t.name == grad)
+        steps = [s.dst for s in moved(made, choice.storage, plan.mesh) or [] if s.dst.shape == choice.shape]
+        params[name] = replace(choice, accumulated=rng.choice([None, choice.storage, *steps]))
+    return replace(plan, params=params)
 
 
 def made_at(op: Op, ops: dict[str, OpChoice]) -> tuple[Any, ...]:
