@@ -14,19 +14,28 @@ from autopar.rules import lookup
 from autopar.solver.fold import Folded
 
 ROOM = 0.7  # of the budget
+CHEAPLY = 0.5  # of what backward reads: what is left where all that costs little is made again
 
 
 def roomy(numbers: Sequence[int], folded: Folded, devices: int, training: TrainingConfig, batch: int) -> int:
     """Of `numbers`, ascending, the least whose activations, all kept, fit beside parameters, gradients and the optimizer's state, everything split evenly over the devices. No
-    more than the first that leaves some devices without a sample of their own, where they share what is made of one. folded: of the whole batch."""
+    more than what leaves a sample for each device; but the next one, where devices share a sample's activations, if not even half of them would fit. folded: of the whole batch."""
     counts = {t.name: folded.tensor_count.get(folded.tensor_rep.get(t.name, t.name), 1) for t in _once(folded)}
     elements = sum(t.numel * counts[t.name] for t in _once(folded))
     state = elements * (2 * training.master_bytes + training.state_bytes)
     kept = kept_bytes(folded)
+
+    def fits(m: int, share: float) -> bool:
+        return (share * kept / m + state) / devices <= ROOM * training.budget_bytes
+
+    found = numbers[0]
     for m in numbers:
-        if (kept / m + state) / devices <= ROOM * training.budget_bytes or batch // m < devices:
-            return m
-    return numbers[-1]
+        if m > numbers[0] and batch // m < devices:
+            return found if fits(found, CHEAPLY) else m
+        found = m
+        if fits(m, 1.0):
+            break
+    return found
 
 
 def _once(folded: Folded) -> list[Tensor]:

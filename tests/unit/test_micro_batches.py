@@ -212,7 +212,8 @@ def test_what_cannot_be_parted_is_planned_whole() -> None:
 
 
 def test_room_is_for_all_that_backward_reads() -> None:
-    """The least number of which the activations of one fit: as a device has less memory, more of them; never more than the first that leaves no sample for each device."""
+    """The least number of which the activations of one fit: as a device has less memory, more of them; never more than the first that leaves no sample for each device, and that only where
+    half of the activations do not fit before."""
     zoo = ZOO["llama"]
     p = captured("llama")
     folded = fold(p.graph)
