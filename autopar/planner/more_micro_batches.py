@@ -34,29 +34,56 @@ def bound_of_more(stages: Stages, instead: Instead | None = None) -> float:
     """Seconds, of as many micro-batches as `stages` planned one of; infinite where no number of them fits; 0 where its plan was found without a program that says it, or this takes too long.
 
     instead: the program's other form, which the bound then holds for as well."""
-    graph, began = stages.view().shrunk.graph, time.perf_counter()
-    if stages.bounding is not None:
-        problem, names = stages.bounding
-    elif stages.coarse is not None:
-        f, merged, whole = stages.coarse
-        problem, names = lower_bound_problem(f, merged, whole), f.names
-    else:
+    if stages.bounding is None and stages.coarse is None:
         return 0.0
-    more: tuple[Row, ...] = ()
-    if stages.bounding is not None and stages.wires is not None:
-        problem = reduced_more_often(problem, names, stages.wires)
-        more = (between_calls(problem, names, stages.view(), stages.training),)
-    bound_s = math.inf
+    began = time.perf_counter()
     stages.begin("bound of more micro-batches")
-    forms = (problem,) if instead is None else (problem, instead.problem(problem, names, graph))
     try:
-        for form in forms:
-            found = Relaxation(at_the_step(form, names, more)).at(stages.training.budget_bytes, replace(stages.left, seconds=SECONDS))
-            bound_s = min(bound_s, math.inf if found is None else found.tangent.at_s)
+        bound_s = _of_the_whole(stages, instead) if stages.bounding is not None else _of_merged_axes(stages, instead)
     except TimeoutError:
         bound_s = 0.0
     stages.on_progress("bound of more micro-batches", time.perf_counter() - began)
     return bound_s
+
+
+def _least_s(stages: Stages, problem: Problem) -> float:
+    found = Relaxation(problem).at(stages.training.budget_bytes, replace(stages.left, seconds=SECONDS))
+    return math.inf if found is None else found.tangent.at_s
+
+
+def _of_the_whole(stages: Stages, instead: Instead | None) -> float:
+    """From the program of all axes."""
+    assert stages.bounding is not None
+    (problem, names), graph, more = stages.bounding, stages.view().shrunk.graph, tuple[Row, ...]()
+    if stages.wires is not None:
+        problem = reduced_more_often(problem, names, stages.wires)
+        more = (between_calls(problem, names, stages.view(), stages.training),)
+    forms = (problem,) if instead is None else (problem, instead.problem(problem, names, graph))
+    return min(_least_s(stages, at_the_step(form, names, more)) for form in forms)
+
+
+def _of_merged_axes(stages: Stages, instead: Instead | None) -> float:
+    """From a bound that does not know the axes; and from the program of all of them without what that one says is slower than the plan (`Stages.pruned`): as more micro-batches what was left out is faster by
+    no more than the first bound is less."""
+    assert stages.coarse is not None
+    (f, merged, whole), graph = stages.coarse, stages.view().shrunk.graph
+    names, problem = f.names, lower_bound_problem(f, merged, whole)
+    forms: list[tuple[Problem, Instead | None]] = [(problem, None)]
+    if instead is not None:
+        other = lower_bound_problem(f, merged, whole, instead.choices(names, graph))
+        forms.append((instead.problem(other, names, graph), instead))
+    first_s = -math.inf if stages.bounding_faster is None else _least_s(stages, problem)
+    bounds = []
+    for coarse, other_form in forms:
+        bound_s = _least_s(stages, at_the_step(coarse, names))
+        if stages.bounding_faster is not None:
+            faster, axes, known_s = stages.bounding_faster
+            if other_form is not None:
+                faster = other_form.problem(faster, axes, graph)
+            left_s = _least_s(stages, at_the_step(faster, axes))
+            bound_s = max(bound_s, min(left_s, known_s - max(0.0, first_s - bound_s)))
+        bounds.append(bound_s)
+    return min(bounds)
 
 
 def at_the_step(problem: Problem, names: Names, more: tuple[Row, ...] = ()) -> Problem:

@@ -28,7 +28,11 @@ def instead_of(graph: Folded, other: Folded, mesh_axes: Mapping[str, int], clust
     for op in not_of_parameters(v.shrunk.graph):
         if op.name not in graph.rep:
             took[op.direction] += v.shrunk.times[op.name] * v.cost.least_s(op, v.rules[op.name])
-    return Instead(frozenset(graph.rep) - frozenset(other.rep), took["forward"], took["backward"])
+    first = Stages(graph, Mesh.of(dict(mesh_axes)), cluster, training).view()
+    least_s = {
+        op.name: first.shrunk.times[op.name] * first.cost.least_s(op, first.rules[op.name]) for op in not_of_parameters(first.shrunk.graph)
+    }
+    return Instead(frozenset(graph.rep) - frozenset(other.rep), took["forward"], took["backward"], least_s)
 
 
 def bound_instead(stages: Stages, instead: Instead) -> float:

@@ -31,7 +31,7 @@ def roomy(numbers: Sequence[int], folded: Folded, devices: int, training: Traini
     found = numbers[0]
     for m in numbers:
         if m > numbers[0] and batch // m < devices:
-            return found if fits(found, CHEAPLY) else m
+            return found if batch // found < devices or fits(found, CHEAPLY) else m
         found = m
         if fits(m, 1.0):
             break

@@ -308,6 +308,7 @@ class Stages(Attempt):
         f, problem = self.formulated(v, self.mesh, room_s=known - coarse_bound_s, trim=lambda p: prune(p, coarse_bound_s, known))
         if arcs_of(problem) > TOO_MANY:
             return best
+        self.bounding_faster = problem.relaxed, f.names, known
         self.begin(f"solve {axes_said(self.mesh)}, without what cannot be better")
         try:
             relaxed = Relaxation(problem.relaxed).at(problem.budget_bytes, self.left)
@@ -315,7 +316,6 @@ class Stages(Attempt):
             return best
         if relaxed is None:  # nothing is better
             return replace(best, answer=replace(best.answer, bound_s=known))
-        self.bounding_faster = problem.relaxed, f.names, known
         bound_s = max(bound_s, min(known, relaxed.tangent.at_s))
         known_better = replace(best.answer, bound_s=bound_s)
         best = replace(best, answer=known_better)

@@ -6,7 +6,8 @@ take at least, nothing is paid for bringing their operands and results elsewhere
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.graph.graph import Graph
@@ -17,11 +18,12 @@ from autopar.solver.problem import Flow, Key, Problem, Row
 
 @dataclass(frozen=True)
 class Instead:
-    """ops: that give way. forward_s, backward_s: what those in their place take at least."""
+    """ops: that give way. forward_s, backward_s: what those in their place take at least. least_s: what each of the others takes at least, in all its copies."""
 
     ops: frozenset[str]
     forward_s: float
     backward_s: float
+    least_s: Mapping[str, float]
 
     def choices(self, names: Names, graph: Graph) -> frozenset[int]:
         """Choices of clusters that have one of the operators, of `graph`, which `names` are of."""
@@ -29,14 +31,19 @@ class Instead:
         return frozenset(names.clusters.of[rep] for rep in reps if rep in names.clusters.of)
 
     def problem(self, problem: Problem, names: Names, graph: Graph) -> Problem:
-        """`problem`, of `graph`, whose optimum bounds the other program. What stands in a cluster with operators that give way is free, too."""
+        """`problem`, of `graph`, whose optimum bounds the other program. What stands in a cluster with operators that give way takes its least."""
         q, gone = names.symmetry, [op for op in graph.ops if op.name in self.ops]
         results = {q.group[t.name] for op in gone for t in op.outputs if t is not None and t.name in q.group}
         values = {names.value_of[group] for group in results if group in names.value_of}
         choices = self.choices(names, graph)
         reruns = {i for i, (rep, _) in enumerate(names.reruns) if any(rep == q.rep[op.name] for op in gone)}
-        takes = {account(0, "compute"): self.forward_s, account(1, "compute"): self.backward_s}
-        times = {c: takes if c == min(choices) else {} for c in choices}
+        times: dict[int, dict[int, float]] = {c: defaultdict(float) for c in choices}
+        if choices:
+            times[min(choices)] |= {account(0, "compute"): self.forward_s, account(1, "compute"): self.backward_s}
+        for op in graph.ops:
+            c = names.clusters.of.get(q.rep[op.name])
+            if c in times and op.name not in self.ops:
+                times[c][account(int(op.direction == "backward"), "compute")] += self.least_s.get(op.name, 0.0)
         return replace(
             problem,
             rows=_without({"x": choices, "y": values, "e": values, "r": reruns}, problem),
