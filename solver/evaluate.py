@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
-from autopar.solver.problem import BACKWARD, FORWARD, NONE, Decision, Flow, Key, Member, Problem
+from autopar.solver.problem import BACKWARD, DEVICE, FORWARD, NONE, Decision, Flow, Key, Member, Problem
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def evaluate(problem: Problem, decision: Decision) -> Price:
 def tidy(problem: Problem, decision: Decision) -> Decision:
     """`decision` without reruns, kept values and arcs that nobody needs: where there is time to spare, a spare one costs the program nothing.
 
-    One is dropped if all wanted nodes are reached without it; the dearest are tried first.
+    One is dropped if all wanted nodes are reached without it; the dearest are tried first. What is kept away from the device stays on it where there is room.
     """
     decision = _without_spare_reruns(problem, decision)
     kept = {v: k for v, k in decision.kept.items() if not _is_met(problem, replace(decision, kept={**decision.kept, v: frozenset()}), v)}
@@ -93,7 +93,30 @@ def tidy(problem: Problem, decision: Decision) -> Decision:
                 used = used - {a}
         if used:
             arcs[v, direction] = used
-    return Decision(decision.strategies, decision.kept, decision.rerun, arcs)
+    return _without_spare_moves(problem, Decision(decision.strategies, decision.kept, decision.rerun, arcs))
+
+
+def _without_spare_moves(problem: Problem, decision: Decision) -> Decision:
+    home: dict[int, frozenset[int]] = {}
+    for v, kept in decision.kept.items():
+        policies = problem.values[v].policies
+        here = {policy.node: k for k, policy in enumerate(policies) if policy.medium == DEVICE}
+        if any(policies[k].medium != DEVICE for k in kept) and all(policies[k].node in here for k in kept):
+            home[v] = frozenset(here[policies[k].node] for k in kept)
+    if not home:
+        return decision
+    best_s = evaluate(problem, decision).objective_s
+
+    def fits(staying: Mapping[int, frozenset[int]]) -> bool:
+        price = evaluate(problem, replace(decision, kept={**decision.kept, **staying}))
+        return price.feasible and price.objective_s <= best_s
+
+    if fits(home):
+        return replace(decision, kept={**decision.kept, **home})
+    for v, kept in home.items():
+        if fits({v: kept}):
+            decision = replace(decision, kept={**decision.kept, v: kept})
+    return decision
 
 
 def _without_spare_reruns(problem: Problem, decision: Decision) -> Decision:
