@@ -244,7 +244,8 @@ def test_the_program_has_the_price_of_buckets(name: str, axes: dict[str, int], l
     alone_s, walked_alone_s = _told(name, axes, layout, False)
     few_s = 2.02 * LINKS["latencies"](4).intra.latency_s
     for half, seconds in walked_s.items():
-        assert planned_s[half] <= seconds + few_s and seconds < walked_alone_s[half]
+        assert planned_s[half] <= seconds + few_s
+        assert seconds < walked_alone_s[half] or walked_alone_s[half] == 0.0  # forward of DDP has none
         assert len(axes) > 1 or planned_s[half] >= seconds - few_s
         assert alone_s[half] == pytest.approx(walked_alone_s[half], rel=1e-3)
     assert sum(alone_s.values()) > 2 * sum(planned_s.values())
