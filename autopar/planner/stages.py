@@ -313,6 +313,7 @@ class Stages(Attempt):
         try:
             relaxed = Relaxation(problem.relaxed).at(problem.budget_bytes, self.left)
         except TimeoutError:
+            self.bounding_faster = None  # nor would other bounds be found of it in time
             return best
         if relaxed is None:  # nothing is better
             return replace(best, answer=replace(best.answer, bound_s=known))

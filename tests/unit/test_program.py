@@ -20,6 +20,7 @@ from autopar.solver.problem import (
     Account,
     Arc,
     Choice,
+    Decision,
     End,
     Event,
     Flow,
@@ -106,6 +107,19 @@ def test_equals_brute_force(block: int) -> None:
         assert best - 1e-9 <= binary <= best * (1 + 4 * TIE), (seed, binary, best)
 
 
+def _checked(problem: Problem, seed: int) -> tuple[float, Decision | None]:
+    """What brute force finds, which the integer program has to find too."""
+    best, decision = brute_force(problem)
+    found = solve(problem, EXACT)
+    if best == float("inf"):
+        assert isinstance(found, Infeasible), seed
+        return best, None
+    assert isinstance(found, Solution) and found.price.feasible and found.bound_s <= best + 1e-6, seed
+    binary = _all_binary(problem)
+    assert best - 1e-9 <= binary <= best * (1 + 4 * TIE), (seed, binary, best)
+    return best, decision
+
+
 def test_events_equal_brute_force() -> None:
     """Bytes that depend on what runs again, and on what does not: same optimum."""
     changed = 0
@@ -114,14 +128,9 @@ def test_events_equal_brute_force() -> None:
         if not plain.reruns:
             continue
         problem = _with_events(plain, seed)
-        best, _ = brute_force(problem)
-        found = solve(problem, EXACT)
+        best, _ = _checked(problem, seed)
         if best == float("inf"):
-            assert isinstance(found, Infeasible), seed
             continue
-        assert isinstance(found, Solution) and found.price.feasible and found.bound_s <= best + 1e-6, seed
-        binary = _all_binary(problem)
-        assert best - 1e-9 <= binary <= best * (1 + 4 * TIE), (seed, binary, best)
         changed += best > brute_force(plain)[0] + 1e-9
     assert changed >= 3
 
@@ -131,14 +140,9 @@ def test_micro_batches_equal_brute_force() -> None:
     early = 0
     for seed in range(200):
         problem = _with_gradients(random_problem(seed), seed)
-        best, decision = brute_force(problem)
-        found = solve(problem, EXACT)
+        best, decision = _checked(problem, seed)
         if best == float("inf"):
-            assert isinstance(found, Infeasible), seed
             continue
-        assert isinstance(found, Solution) and found.price.feasible and found.bound_s <= best + 1e-6, seed
-        binary = _all_binary(problem)
-        assert best - 1e-9 <= binary <= best * (1 + 4 * TIE), (seed, binary, best)
         assert decision is not None
         flow = problem.values[-1].backward
         assert flow is not None
