@@ -22,6 +22,7 @@ from autopar.passes.defer import defer
 from autopar.passes.lay_out import lay_out
 from autopar.passes.overlap import computes, inputs_of
 from autopar.passes.partition import Parts
+from autopar.passes.pool_offsets import pool_offsets
 from autopar.passes.prefetch import prefetch
 from autopar.passes.row_statistics import row_statistics
 from autopar.passes.shard import Sharded
@@ -74,6 +75,8 @@ def for_kernels(sharded: Sharded, prefix: str, recompute: Set[str]) -> Sharded:
     bitwise."""
     row_statistics(sharded.gm, sharded.fake_mode, recompute)
     _verify(sharded.gm, sharded.fake_mode, prefix, "row statistics", {"local", "joint"})
+    pool_offsets(sharded.gm, sharded.fake_mode)
+    _verify(sharded.gm, sharded.fake_mode, prefix, "offsets of pools", {"local", "joint"})
     return sharded
 
 

@@ -47,6 +47,8 @@ from autopar._torch.inductor import (
     inductor_cache_counts,
     invoke_subgraph,
     keep_strides,
+    pool_with_offsets,
+    pools_with_offsets,
 )
 from autopar._torch.marks import Marks, marks_of
 from autopar._torch.nodes import (
@@ -64,7 +66,7 @@ from autopar._torch.nodes import (
 )
 from autopar._torch.optimizers import Step as OptimizerStep
 from autopar._torch.optimizers import adjusted_lr, orthogonalized, replace_muon_step, replace_steps_by_elements
-from autopar._torch.parameters import hooks_of, move_parameter, quiet_without_gradient, set_hooks
+from autopar._torch.parameters import copy_each, hooks_of, move_parameter, quiet_without_gradient, set_hooks
 from autopar._torch.patched import other_code, replaced_composites
 from autopar._torch.pickles import restricted_reader
 from autopar._torch.record import recorded
@@ -92,6 +94,7 @@ __all__ = [
     "compile_inner",
     "compiled_when_called",
     "concrete",
+    "copy_each",
     "decompose_late",
     "decomposed_late",
     "default_store",
@@ -145,6 +148,8 @@ __all__ = [
     "own_endpoints",
     "placeholder_group",
     "plainly",
+    "pool_with_offsets",
+    "pools_with_offsets",
     "prefers_cudnn_attention",
     "process_group",
     "pytree",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -185,13 +186,17 @@ def dtensor_spec(like: DTensor) -> Any:
     return like._spec
 
 
+@functools.cache
+def _maker() -> Any:
+    from torch.distributed.tensor import DTensor
+
+    return functools.partial(DTensor.__new__, DTensor)
+
+
 def wrapped(local: torch.Tensor, spec: Any) -> DTensor:
     """A DTensor of this spec from a local shard that no gradient flows to. It costs a tenth of `dtensor`, which is an operator of autograd and finds out the spec anew.
     `DTensor.__init__` does nothing, by way of dynamo."""
-    from torch.distributed.tensor import DTensor
-
-    make: Any = DTensor.__new__
-    found: DTensor = make(DTensor, local.view_as(local), spec, requires_grad=False)
+    found: DTensor = _maker()(local.view_as(local), spec, requires_grad=False)
     return found
 
 

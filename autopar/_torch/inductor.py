@@ -26,6 +26,20 @@ def invoke_subgraph() -> Any:
     return op
 
 
+def pools_with_offsets(window: list[int], dilation: list[int]) -> bool:
+    """Whether Inductor has kernels of its own for a max pool with this window, which give where in it a maximum is."""
+    from torch._inductor import lowering
+
+    return set(dilation) == {1} and not lowering.should_fallback_max_pool_with_indices(window, n_dim=len(window))
+
+
+def pool_with_offsets() -> tuple[Any, Any]:
+    """(x, window, stride, padding, dilation, ceil_mode) -> (out, int8 offsets); (offsets, window, plane, stride, padding, dilation) -> indices."""
+    importlib.import_module("torch._inductor.inductor_prims")
+    prims: Any = torch.ops.prims
+    return prims._low_memory_max_pool_with_offsets.default, prims._low_memory_max_pool_offsets_to_indices.default
+
+
 @functools.cache
 def keep_strides(names: tuple[str, ...]) -> None:
     """Inductor gives the operators of these names their operands as the graph has them, where it calls torch's kernel."""

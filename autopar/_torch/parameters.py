@@ -1,4 +1,4 @@
-"""Parameters: their hooks, and another value in their place."""
+"""Parameters: their hooks, and another value in their place; values of many buffers at once."""
 
 from __future__ import annotations
 
@@ -47,3 +47,9 @@ def quiet_without_gradient(p: torch.Tensor) -> None:
 def move_parameter(p: Any, there: Any) -> None:
     """The DTensor `p` lies as `there`, of the same values, does. In place: what autograd recorded of `p` stays, and so do its hooks."""
     p._local_tensor, p._spec = there._local_tensor, there._spec
+
+
+def copy_each(to: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """`a.copy_(b)` for each pair, in one call."""
+    if to:
+        torch._foreach_copy_(to, values)

@@ -98,9 +98,11 @@ class Run:
                 self.check.ran(results, self.saved)
         buffers = self.buffers
         saved: dict[int, list[int]] = {}  # which of the saved tensors start at an address
-        for i, s in enumerate(self.saved):
+        for i, s in enumerate(self.saved if self.step.updates else ()):
             saved.setdefault(s.data_ptr(), []).append(i)
         outputs: list[torch.Tensor | None] = []
+        old: list[torch.Tensor] = []
+        new: list[torch.Tensor] = []
         for role, t in results:
             if role.kind == "buffer_update" and t is not None:
                 if self.again:
@@ -110,9 +112,11 @@ class Run:
                     self.saved[i] = self.saved[i].clone()
                 if self.step.captured.loss_only:
                     self.before[role.name] = b.clone()
-                b.copy_(t)
+                old.append(b)
+                new.append(t)
             elif role.kind == "output":
                 outputs.append(self.wrap(t, role.index))
+        _torch.copy_each(old, new)
         return tuple(outputs)
 
     def reduce(self, saved: list[torch.Tensor], values: dict[Role, torch.Tensor]) -> dict[Role, torch.Tensor | None]:
@@ -156,8 +160,7 @@ class Apply(torch.autograd.Function):
         ctx.save_for_backward(*run.saved, *keep.values())
         run.saved, run.values = [], {}
         ctx.run, ctx.n_params, ctx.n = run, n_params, len(tensors)
-        tangents = {r.index for r in run.step.captured.inputs if r.kind == "tangent"}  # of outputs that have a gradient
-        ctx.mark_non_differentiable(*[o for i, o in enumerate(outputs) if o is not None and i not in tangents])
+        ctx.mark_non_differentiable(*[o for i, o in enumerate(outputs) if o is not None and i not in run.step.differentiable])
         ctx.set_materialize_grads(False)
         return outputs
 
@@ -184,15 +187,18 @@ class Apply(torch.autograd.Function):
             if check is not None:
                 check.ran_backward([(r, params.get(r)) for r in step.base.backward_outputs])
         out: list[torch.Tensor | None] = []
-        without = {
-            n for n in run.diff[: ctx.n_params] if params.get(Role("grad", n)) is None
-        }  # not reduced yet, or of what forward does not use
+        without = set[str]()  # not reduced yet, or of what forward does not use
+        given = {r.name: t for r, t in params.items() if r.kind == "grad"}
+        for name in run.diff[: ctx.n_params]:
+            local = given.get(name)
+            if local is None:
+                without.add(name)
+                out.append(None)
+            else:
+                out.append(module._builder.gradient(name, own.of(local), step.plan))
         for name, p in module.named_parameters() if without else ():
             if name in without:
                 _torch.quiet_without_gradient(p)
-        for name in run.diff[: ctx.n_params]:
-            local = params.get(Role("grad", name))
-            out.append(None if local is None else module._builder.gradient(name, own.of(local), step.plan))
         with during("backward: gradients of inputs", groups.ranks):
             for i, t in enumerate(run.call.tensors):
                 if t.requires_grad:

@@ -78,6 +78,9 @@ class Step:
         self.backwards: dict[tuple[bool, bool], tuple[Parts, Lowered]] = {}
         self.given_strides: dict[tuple[bool, bool], list[Strides]] = {}  # of what a backward takes besides what is saved
         self._accumulated: dict[str, tuple[Placement, torch.dtype]] | None = None
+        self._tangents: dict[int, torch.Tensor] = {}
+        self.updates = any(r.kind == "buffer_update" for r in parts.forward_outputs)
+        self.differentiable = frozenset(r.index for r in captured.inputs if r.kind == "tangent")  # outputs that have a gradient
         self._checked: list[bool] = []  # by AUTOPAR_CHECK; shared with this step at other sizes
 
     @property
@@ -99,7 +102,7 @@ class Step:
         if units == self.units:
             return self
         other = copy.copy(self)
-        other.units = units
+        other.units, other._tangents = units, {}
         other.captured, other.plan = self.general.said(units, self.captured, self.plan)
         return other
 
@@ -109,13 +112,14 @@ class Step:
             return self
         other = copy.copy(self)
         other.captured, other.graph, other.plan = self.general.at(self.units)
+        other._tangents = {}
         other.base, _ = self.parts_of(other.captured, other.graph, other.plan, True, False, Dump(""))
         return other
 
-    def fixed(self, strides: Sequence[Strides]) -> list[tuple[int, ...]]:
+    def fixed(self, strides: Sequence[Strides]) -> Sequence[Strides]:
         """Strides at this step's sizes."""
         if self.general is None:
-            return [tuple(s) for s in strides]
+            return strides
         return [tuple(self.general.family.size_at(x, self.units) for x in s) for s in strides]
 
     @property
@@ -156,11 +160,16 @@ class Step:
     def tangent_like(self, index: int) -> torch.Tensor:
         """Shape and dtype of the tangent of output `index`."""
         assert self.base.backward is not None
+        found = self._tangents.get(index)
+        if found is not None:
+            return found
         places = [n for n in self.base.backward.graph.nodes if n.op == "placeholder"][len(self.base.saved) :]
         like: torch.Tensor = next(
             n.meta["val"] for r, n in zip(self.base.backward_inputs, places, strict=True) if r == Role("tangent", "", index)
         )
-        return torch.empty(self.plan.outputs[index].local_shape(self.plan.mesh), dtype=like.dtype, device="meta")
+        shape = self.plan.outputs[index].local_shape(self.plan.mesh)
+        found = self._tangents[index] = torch.empty(shape, dtype=like.dtype, device="meta")
+        return found
 
     @property
     def sizes(self) -> tuple[int, ...]:
