@@ -24,7 +24,7 @@ from torch import fx
 
 from autopar import _torch
 from autopar.graph.calls import is_collective
-from autopar.tensors.memory_format import Order, contiguous, copied, dense_order, laid, lies_in, order_of, strides_of
+from autopar.tensors.memory_format import Order, contiguous, copied, dense_order, laid, lies_in, looks_last, order_of, strides_of
 
 ORDERS = "operand_orders"  # meta of a call of an operator that is not torch's: the captured order of each tensor operand
 _KNOWN = ("aten", "prims", "prim", "autopar", "_c10d_functional")
@@ -122,6 +122,11 @@ def unmet(target: Any, args: Sequence[Any], given: Sequence[tuple[int, Order]] |
     """
     d = demand_of(target)
     out = [(i, order) for i, order in given or _orders(d, args) if not lies_in(args[i], order)]
+    if d is not None and d.alike:
+        # Kernels ask torch for the format, and torch is told it by strides, those of dims of one element too.
+        last = [i for i in d.alike if isinstance(args[i], torch.Tensor) and order_of(args[i]) != contiguous(args[i].dim())]
+        told = {i: order_of(args[i]) for i in last if not looks_last(args[i])}
+        out += [(i, order) for i, order in told.items() if i not in dict(out)]
     if d is not None and d.plain and (d.when is None or d.when(args)):
         found = ((i, contiguous(args[i].dim())) for i in d.plain)
         out += [(i, order) for i, order in found if args[i].stride() != strides_of(args[i].shape, order)]

@@ -46,6 +46,16 @@ def lies_in(t: torch.Tensor, order: Order) -> bool:
     return True
 
 
+def looks_last(t: torch.Tensor) -> bool:
+    """Whether torch takes `t`, of 4 or 5 dims, for channels last: as `lies_in`, but strides of dims of one element count as well (`c10::is_channels_last_strides_2d`)."""
+    least = 0
+    for d in reversed(channels_last(t.dim())):
+        if t.shape[d] == 0 or t.stride(d) < least or t.stride(1) == 0 or (d == 0 and least == t.stride(1)):
+            return False
+        least = t.stride(d) * t.shape[d]
+    return True
+
+
 def strides_of(shape: Sequence[int], order: Order) -> tuple[int, ...]:
     """The strides of a tensor of `shape` that lies in `order` without gaps."""
     strides, step = [0] * len(shape), 1

@@ -6,6 +6,7 @@ here (or ends the process: each name of torch's table runs in one of its own).
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import random
 import signal
@@ -56,6 +57,12 @@ def lay(t: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
     return t.permute(order).contiguous().permute(inverse(order))
 
 
+def single(t: torch.Tensor, order: tuple[int, ...], stride: int) -> torch.Tensor:
+    """`t` in `order`, its dims of one element with this stride, which moves nothing."""
+    laid = lay(t, order)
+    return laid.as_strided(laid.shape, [stride if n == 1 else s for n, s in zip(laid.shape, laid.stride(), strict=True)])
+
+
 def variants(leaves: list[Any]) -> Iterator[tuple[str, list[Any]]]:
     at = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.layout == torch.strided and x.dim() and x.numel() > 1]
 
@@ -66,6 +73,10 @@ def variants(leaves: list[Any]) -> Iterator[tuple[str, list[Any]]]:
         yield f"operand {i} with gaps", but({i: gaps(leaves[i])})
         for order in orders(leaves[i]):
             yield f"operand {i} in {order}", but({i: lay(leaves[i], order)})
+        for order, stride in itertools.product(
+            (tuple(range(leaves[i].dim())), *orders(leaves[i])), (1, 3, 10**4) if 1 in leaves[i].shape else ()
+        ):
+            yield f"operand {i} in {order}, dims of one element with stride {stride}", but({i: single(leaves[i], order, stride)})
     for left_out in (-1, *at):
         some = {i: lay(leaves[i], channels_last(leaves[i].dim())) for i in at if i != left_out and leaves[i].dim() >= 3}
         if some:
@@ -165,6 +176,31 @@ def test_without_its_demand_an_operator_is_wrong() -> None:
     want = fn(grad.contiguous(), x, *rest)[0]
     assert not torch.allclose(fn(grad, x, *rest)[0], want)
     assert torch.allclose(lays_out(fn)(grad, x, *rest)[0], want)
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 4, 4), (2, 8, 4, 1), (2, 8, 1, 4), (1, 8, 4, 1), (1, 8, 2, 3, 3)])
+def test_strides_of_dims_of_one_element(shape: tuple[int, ...]) -> None:
+    """A batch of one on a rank, or an image of one column: kernels tell channels last by strides that move nothing."""
+    n, c, plane = shape[0], shape[1], math.prod(shape[2:])
+    g = torch.Generator().manual_seed(0)
+    x, grad = torch.randn(shape, generator=g), torch.randn(shape, generator=g)
+    aten = torch.ops.aten
+    _, mean, rstd = aten.native_group_norm(x, None, None, n, c, plane, 2, 1e-5)
+    batch = aten.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5)[1:]
+    calls: list[tuple[Any, list[Any]]] = [
+        (aten.native_group_norm.default, [x, None, None, n, c, plane, 2, 1e-5]),
+        (aten.native_group_norm_backward.default, [grad, x, mean, rstd, torch.ones(c), n, c, plane, 2, [True, True, True]]),
+        (aten.native_batch_norm_backward.default, [grad, x, None, None, None, *batch, True, 1e-5, [True, True, True]]),
+    ]
+    for fn, args in calls:
+        want = fn(*args)
+        for stride, other in itertools.product((1, 3, 8, 10**4), repeat=2):
+            laid = [
+                single(a, channels_last(a.dim()), k) if a is x or a is grad else a
+                for a, k in zip(args, (stride, other) + (0,) * 9, strict=False)
+            ]
+            for got, w in zip(lays_out(fn)(*laid), want, strict=True):
+                torch.testing.assert_close(got, w, rtol=1e-4, atol=1e-5, msg=lambda m, f=fn, s=(stride, other): f"{f} {s}: {m}")
 
 
 def test_every_demand_is_of_an_operator() -> None:
