@@ -11,6 +11,7 @@ from autopar.cli.options import AsJson, Batch, Computed, Devices, Model, Sequenc
 from autopar.cli.planned import (
     Accumulation,
     Axes,
+    Chunks,
     Gap,
     Hand,
     Head,
@@ -19,6 +20,7 @@ from autopar.cli.planned import (
     Micro,
     Offloaded,
     Optimizer,
+    Order,
     PlanningMemory,
     Step,
     TimeLimit,
@@ -29,7 +31,7 @@ from autopar.errors import AutoparError
 def plan(
     model: Model, cluster: Devices, batch: Batch, seq: Sequence, mesh: Axes = None, layers: Layers = None, precision: Computed = "bf16",
     optimizer: Optimizer = "adamw", grad_accumulation: Accumulation = 1, micro_batches: Micro = None, memory: Memory = None, offload: Offloaded = None, layout: Hand = None,
-    loss_head: Head = "auto", time_limit: TimeLimit = None, gap: Gap = None, planning_memory: PlanningMemory = None,
+    loss_head: Head = "auto", schedule: Order = None, virtual_stages: Chunks = None, time_limit: TimeLimit = None, gap: Gap = None, planning_memory: PlanningMemory = None,
     output: Annotated[str | None, typer.Option("--output", "-o", metavar="FILE", help="write the plan here; - is standard output")] = None,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
@@ -56,6 +58,8 @@ def plan(
         planning_memory,
         micro_batches,
         loss_head,
+        schedule,
+        virtual_stages,
     )
     made = asked.ask("plan")
     from autopar.plan import schema as plan_schema

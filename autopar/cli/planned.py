@@ -56,12 +56,23 @@ Head = Annotated[
     ),
 ]
 Hand = Annotated[str | None, typer.Option("--layout", help="keep to a hand layout: ddp, fsdp, tp, fsdp+tp or fsdp+ep")]
+Order = Annotated[
+    str | None,
+    typer.Option(
+        "--schedule",
+        help="of a mesh with an axis pp: gpipe, 1f1b (the default), interleaved, zb-h1, zbv, or the path of a .csv in torch's notation",
+    ),
+]
+Chunks = Annotated[int | None, typer.Option("--virtual-stages", min=1, help="stages a rank has, of --schedule interleaved")]
 TimeLimit = Annotated[float | None, typer.Option(min=0.1, help="seconds that planning may take, from the model to the plan")]
 PlanningMemory = Annotated[
     str | None,
     typer.Option("--planning-memory", help="most memory that planning may take itself: 4GB, 500MB; an error where it is not enough"),
 ]
 Gap = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="stop this close to the bound: 0.01 is one per cent")]
+
+
+PIPELINE = "pp"
 
 
 @dataclass(frozen=True)
@@ -85,6 +96,8 @@ class Step:
     planning_memory: str | None = None
     micro_batches: str | None = None
     loss_head: str = "plain"
+    schedule: str | None = None
+    virtual_stages: int | None = None
 
     def check(self, mesh: str | dict[str, int] | None) -> None:
         """Raises what the planner would raise of these words after seconds of imports and of building the model."""
@@ -102,19 +115,23 @@ class Step:
         checked(self.loss_head)
         Offload.of(self.offload, where)
         if self.layout is not None:
-            Layout.of(self.layout, Mesh.of(axes))
+            Layout.of(self.layout, Mesh.of({n: s for n, s in axes.items() if n != PIPELINE} or {"dp": 1}))
 
     def default_number(self, verb: str) -> str:
         """Of micro-batches, where none is said. The smallest peak would be that of one sample at a time, whatever that takes."""
         return "auto" if verb == "plan" and self.memory != LEAST else "1"
 
-    def ask(self, verb: str, **asked: str | int) -> Any:
+    def ask(self, verb: str, **asked: str | int | None) -> Any:
         """What `verb` of `autopar.planner.offline` (plan, explain, frontier) answers, with progress. What needs no model is checked before one is built."""
         budget = self.memory if self.memory is None or self.memory in NAMES else parse_bytes(self.memory, "--memory")
         micro = _number(self.micro_batches or self.default_number(verb), verb == "plan")
         own_memory = None if self.planning_memory is None else parse_bytes(self.planning_memory, "--planning-memory")
         shape = None if self.mesh is None else _mesh(self.mesh)
         self.check(shape)
+        if verb != "plan" and isinstance(shape, dict) and PIPELINE in shape:
+            raise MeshError(f"a pipeline has no {verb}", where="--mesh", fix=f"leave {PIPELINE} out: the rest of the mesh is a stage's")
+        if self.schedule is not None or self.virtual_stages is not None:
+            asked |= {"schedule": self.schedule, "virtual_stages": self.virtual_stages}
         from autopar.capture.in_subprocess import is_worthwhile
 
         start = time.perf_counter()

@@ -52,6 +52,18 @@ def cut_into(graph: Graph, belongs: Mapping[str, str], stages: int) -> Cut:
     """As balanced as can be. belongs: operator of backward -> that of forward whose gradient it computes. Raises LayoutError where there are fewer layers than stages."""
     free = free_ops(graph)
     order = layers(graph, free)
+    of_enough(order, stages)
+    unit = units(graph, free, {layer: i for i, layer in enumerate(order)})
+    work = [0.0] * len(order)
+    for op in graph.ops:
+        at = unit.get(op.name, unit.get(belongs.get(op.name, "")))
+        if at is not None:
+            work[at] += work_of(op)
+    return cut_work(order, work, stages)
+
+
+def of_enough(order: Sequence[str], stages: int) -> None:
+    """Raises LayoutError where there are fewer layers than stages."""
     if len(order) < stages:
         shown = ", ".join(order[:4]) + (" ..." if len(order) > 4 else "")
         raise LayoutError(
@@ -59,12 +71,10 @@ def cut_into(graph: Graph, belongs: Mapping[str, str], stages: int) -> Cut:
             where=f"layers, by numbers in the paths of modules: {shown or 'none'}",
             fix=f"make the pipeline shorter (at most {max(1, len(order))} stages in all), or put the model's parts into an nn.ModuleList or nn.Sequential",
         )
-    unit = units(graph, free, {layer: i for i, layer in enumerate(order)})
-    work = [0.0] * len(order)
-    for op in graph.ops:
-        at = unit.get(op.name, unit.get(belongs.get(op.name, "")))
-        if at is not None:
-            work[at] += work_of(op)
+
+
+def cut_work(order: Sequence[str], work: Sequence[float], stages: int) -> Cut:
+    """Of layers in order with what each has to do."""
     ends = balanced(work, stages)
     return Cut(tuple(tuple(order[a:b]) for a, b in zip((0, *ends[:-1]), ends, strict=True)))
 

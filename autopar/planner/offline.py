@@ -13,11 +13,11 @@ from functools import partial
 import torch
 from torch import nn
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, MeshError
 from autopar.graph.graph import Tensor
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Plan
-from autopar.planner.axes import mesh_axes
+from autopar.planner.axes import mesh_axes, said
 from autopar.planner.explain import Explanation, explain_graph
 from autopar.planner.frontier import Frontier
 from autopar.planner.infeasible import InfeasibleError
@@ -30,6 +30,7 @@ from autopar.planner.meshes import others
 from autopar.planner.micro_batches import AUTO, checked
 from autopar.planner.offload import Offload
 from autopar.planner.over_meshes import Planner
+from autopar.planner.pipelined import AXIS, Asked
 from autopar.planner.planning import least_of, plan_graph, within
 from autopar.planner.precision import Precision
 from autopar.planner.progress import Progress
@@ -56,6 +57,8 @@ def plan(
     progress: Callable[[str, float], None] | None = None,
     in_subprocess: bool = False,
     loss_head: str = "auto",
+    schedule: str | None = None,
+    virtual_stages: int | None = None,
 ) -> Plan:
     """The best plan of one training step of `model` on `cluster`.
 
@@ -67,7 +70,8 @@ def plan(
     False or an `Offload`; default nowhere. layout: the best plan that is this hand
     layout. loss_head: whether a linear layer under a cross-entropy makes all its logits ("plain"), or makes them tile by tile and again in backward ("chunked"); "auto": both
     are planned where that may matter (`autopar.planner.loss_head`). options: "seconds" from the call to the plan, "gap", "memory_bytes" of this process. progress: called with a stage's name and its seconds (`autopar.text.stages` says with what else). in_subprocess: captures two depths of the model at
-    once, one in a forked process: not where other threads run or CUDA is in use.
+    once, one in a forked process: not where other threads run or CUDA is in use. schedule, virtual_stages: of the pipeline that a mesh with an axis "pp" is, as for
+    `autopar.compile` (`autopar.planner.pipelined`).
 
     Raises InfeasibleError when nothing fits, CaptureError, MeshError, ClusterError, LayoutError.
     """
@@ -80,16 +84,28 @@ def plan(
             'memory="least" asks for the smallest peak, which more micro-batches make smaller', fix="pass a number of micro_batches"
         )
 
-    def captured(m: int) -> Task:
+    where = Cluster.of(cluster)
+    axes = mesh_axes(mesh, where)
+
+    def captured(m: int, on: Cluster = where, mesh: str | Mapping[str, int] | None = mesh) -> Task:
         return task(
-            model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, on_progress, in_subprocess, m,
+            model, inputs, on, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, on_progress, in_subprocess, m,
             None if number == 1 else captures, loss_head,
         )  # fmt: skip
 
     batch = batch_size(tuple(Tensor("", shape, "") for shape in shapes_of(inputs))) or 1
+    if AXIS in axes:
+        asked = Asked(captured, batch, limits_of(options), on_progress, layout, least)
+        made = asked.plan(model, axes, where, schedule, virtual_stages, number)
+        on_progress.rest()
+        return made
+    if schedule is not None or virtual_stages is not None:
+        raise MeshError(
+            f"a schedule is of a pipeline, and the mesh {said(axes)} has no axis {AXIS!r}",
+            where="mesh",
+            fix=f"pass a mesh such as {AXIS}=2,dp=4, or leave the schedule out",
+        )
     planner = Planner(captured, batch, limits_of(options), on_progress, layout, least)
-    where = Cluster.of(cluster)
-    axes = mesh_axes(mesh, where)
     try:
         if mesh is None and layout is None and not least:
             made = planner.best_of(axes, list(others(where)), number)

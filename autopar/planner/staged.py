@@ -4,7 +4,7 @@ It was made as if the mesh ran all layers of a micro-batch. Of p ranks with d mi
 
     memory    state / p + (d / n) activations      where the program's row is      state' + activations'
 
-so it is made with k = n / d of the memory, and k / p of the bytes that parameters' state takes: what its row then says, by d / n, is the rank's memory. Times are replayed: each stage takes its share
+so it is made with k = n / d of the memory, and k / p of the bytes that parameters' state and gradients that wait take: what its row then says, by d / n, is the rank's memory. Times are replayed: each stage takes its share
 of forward and backward, hops take nothing.
 """
 
@@ -28,6 +28,7 @@ def of_a_stage(training: TrainingConfig, ranks: int, stages: int, in_flight: int
         state_bytes=training.state_bytes * k / ranks,
         step_bytes=training.step_bytes * k / ranks,
         master_bytes=training.master_bytes * k / ranks,
+        accumulated_share=k / ranks,
         budget_bytes=training.budget_bytes * k,
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,6 +126,30 @@ def test_equals_one_device(which: str) -> None:
         # Every parameter is somewhere, and no rank has all.
         assert {n for r in ranks for n in r["has"]} == set(ranks[0]["all"]), case
         assert all(len(r["has"]) < len(r["all"]) for r in ranks), case
+
+
+def _by_a_plan(path: str, layers: int) -> dict[str, Any]:
+    reference, batch = built("llama", layers)
+    torch.manual_seed(SEED)
+    compiled = autopar.compile(copy.deepcopy(reference), plan=path, backend="aot_eager")
+    worst = trained_beside(reference, compiled, batch, SEED, 2)
+    return {**worst, "pipeline": compiled.plan.pipeline, "mesh": compiled.plan.mesh_axes, "micro_batches": compiled.plan.micro_batches}
+
+
+@pytest.mark.parametrize("schedule", cases(["1f1b", "interleaved"], ["1f1b"]))
+def test_a_plan_that_was_made_without_the_cluster(schedule: str, tmp_path: Path) -> None:
+    """Of eight layers, folded from captures of two and three, with its cuts, its schedule and its number of micro-batches, which nobody says again."""
+    reference, batch = built("llama", 8)
+    cluster = _cluster().part(1, 4)
+    plan = autopar.plan(
+        reference, batch, cluster, {"pp": 2, "dp": 2}, micro_batches=4, schedule=schedule, precision="fp32", options={"seconds": 30}
+    )
+    assert plan.pipeline is not None and "captures of 2 and 3 layers" in plan.text()
+    plan.save(tmp_path / "plan.json")
+    for r in run(_by_a_plan, 4, str(tmp_path / "plan.json"), 8, timeout=900):
+        assert max(r[k] for k in ("loss", "gradients", "parameters")) < 2e-4, r
+        assert r["pipeline"].layers == plan.pipeline.layers and r["pipeline"].schedule == schedule
+        assert (r["mesh"], r["micro_batches"]) == ({"dp": 2}, 4)
 
 
 def _mesh(text: str, processes: int) -> dict[str, int]:

@@ -245,7 +245,9 @@ class Rows:
     def accumulated(self, grad: str, times: int) -> None:
         """The buffers of a gradient's `times` copies, in front of its reduction or on the way. Adding to one, the old and the new one live."""
         v = self.f.names.value_of[self.program.q.group[grad]]
-        value, size, made = self.problem.values[v], self.life.sizes(v), self.life.grad_made(grad)
+        share = self.f.training.accumulated_share
+        stored = self.f.training.master_bytes / share  # which is a share already
+        value, size, made = self.problem.values[v], {n: share * b for n, b in self.life.sizes(v).items()}, self.life.grad_made(grad)
         for end in flow.supplies if (flow := value.backward or value.forward) else ():
             for s, n in enumerate(end.nodes):
                 k = self.columns.of(("x", end.choice, s))
@@ -255,7 +257,7 @@ class Rows:
         for a, arc in enumerate(value.backward.arcs if value.backward is not None else ()):
             if arc.way:  # it is added up where there is less of it
                 key: Key = ("e", v, 1, a)
-                less = self.f.names.accumulated_bytes(v, arc, value.name, self.f.training.master_bytes) - size[arc.src]
+                less = share * self.f.names.accumulated_bytes(v, arc, value.name, stored) - size[arc.src]
                 self.always.plain.append((self.columns.of(key), 0, self.life.end - 1, times * less))
                 self.add(key, less, made, made)
                 self.add(key, -less, made + 1, self.life.end - 1, grad, grows=True, last_call=True)

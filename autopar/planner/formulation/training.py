@@ -13,7 +13,7 @@ class TrainingConfig:
     """trainable: parameters with gradients. reduce: dtype gradients are reduced in ("" : their own). Of the optimizer, per parameter element:
     state_bytes, step_bytes (what lives during its step alone) and traffic_bytes (to and from memory; `autopar.cost.optimizers.KINDS`).
     master_bytes: bytes of a stored parameter element. micro_batches: calls for one step of the optimizer; gradients are reduced in the last of them,
-    and times are of one call on average. media: where activations may be kept besides the device ("host", "nvme"); host_bytes,
+    and times are of one call on average. accumulated_share: of the gradients that wait for it unreduced, what a device has: a stage's part. media: where activations may be kept besides the device ("host", "nvme"); host_bytes,
     nvme_bytes: a device's share of it; least_bytes: what is smaller, on one device, is not worth a copy of its own.
     fuses: whether memory-bound neighbours become one kernel, as Inductor makes it.
     counts: whether memory is counted; where any would do, its rows are half of the work.
@@ -28,6 +28,7 @@ class TrainingConfig:
     traffic_bytes: float = ADAMW_BYTES
     master_bytes: float = 4.0
     micro_batches: int = 1
+    accumulated_share: float = 1.0
     budget_bytes: float = float("inf")
     media: tuple[str, ...] = ()
     host_bytes: float = float("inf")

@@ -1,0 +1,324 @@
+"""Plans of pipelines that are made without the cluster: what the mesh's axis `pp` makes of a step.
+
+    stages       the schedule's; a stage's mesh is the other axes, on as many devices side by side, so `pp` is the mesh's first axis
+    program      one micro-batch on a stage's mesh, as `staged.py` scales memory: one program for all stages, whose layers are cut afterwards (`cuts.py`)
+    times        each stage takes its layers' share of forward and backward; between stages goes what later layers read of earlier ones, as the plan has it split, over the slowest
+                 link that stages are neighbours over; the schedule is replayed with that
+
+A program that was folded of fewer layers than the model has is cut as the whole: a layer is as the one that was captured in its place.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from autopar.capture.tile import expand_params
+from autopar.cost import Cost
+from autopar.errors import AutoparError, LayoutError, MeshError
+from autopar.graph.graph import Graph, Op
+from autopar.graph.mesh import Mesh
+from autopar.hardware.cluster import Cluster
+from autopar.pipeline import Lists, Times, replay, scheduled
+from autopar.plan.decisions import PipelineChoice
+from autopar.plan.plan import Plan
+from autopar.planner.axes import said
+from autopar.planner.cuts import LAYER, Cut, cut_work, free_ops, layers, of_enough, units, work_of
+from autopar.planner.infeasible import InfeasibleError
+from autopar.planner.layout import Layout
+from autopar.planner.loss_head import CHUNKED, PLAIN, is_chunked
+from autopar.planner.micro_batches import candidates
+from autopar.planner.over_meshes import Planner
+from autopar.planner.progress import Progress
+from autopar.planner.staged import of_a_stage, of_the_pipeline
+from autopar.planner.task import Task
+from autopar.rules import lookup
+from autopar.rules.strategy import placements
+from autopar.solver.fold import Folded
+from autopar.solver.solve import Limits
+from autopar.text.times import format_time
+
+AXIS = "pp"
+
+
+@dataclass(frozen=True)
+class Pipelined:
+    """lists: what every rank does; axes: of a stage's mesh, which `stage` of the devices of `whole` make."""
+
+    lists: Lists
+    axes: dict[str, int]
+    stage: Cluster
+    whole: Cluster
+
+    @staticmethod
+    def of(axes: Mapping[str, int], cluster: Cluster, schedule: str | None, virtual_stages: int | None, micro_batches: int) -> Pipelined:
+        """axes: of the whole mesh. Raises MeshError, LayoutError."""
+        lists = scheduled(schedule or "1f1b", axes[AXIS], micro_batches, virtual_stages)
+        return Pipelined(lists, inner(axes), part_of(axes, cluster), cluster)
+
+    @property
+    def in_flight(self) -> int:
+        return max(map(self.lists.in_flight, range(len(self.lists.ranks))))
+
+    def of_a_stage(self, t: Task) -> Task:
+        """`t`, of a micro-batch on a stage's mesh, in a stage's part of memory."""
+        training = of_a_stage(t.training, len(self.lists.ranks), self.lists.stages, self.in_flight)
+        return replace(t, training=training, other=None if t.other is None else self.of_a_stage(t.other))
+
+    def told(self, plan: Plan, folded: Folded, model: nn.Module) -> Plan:
+        """`plan`, of all micro-batches on a stage's mesh as if that had all layers, as that of the pipeline."""
+        lists, m = self.lists, self.lists.micro_batches
+        work = LayerWork.of(folded, model)
+        of_enough(work.layers, lists.stages)
+        cut = cut_work(work.layers, work.both, lists.stages)
+        sent = self.sent_bytes(plan, folded.graph, work, cut)
+        forward, backward = (of_stages(cut, work.layers, half) for half in (work.forward, work.backward))
+        seconds = [
+            tuple(x / (sum(part) or 1.0) * plan.predicted.get(key, 0.0) / m for x in part)
+            for part, key in ((forward, "forward_s"), (backward, "backward_s"))
+        ]
+        ran = replay(lists, Times(seconds[0], seconds[1], self.hop_s(sent)))
+        total = sum(forward) + sum(backward) or 1.0
+        shares = tuple((f + b) / total for f, b in zip(forward, backward, strict=True))
+        choice = PipelineChoice(lists.name, len(lists.ranks), lists.where, cut.stages, shares, tuple(sent), ran.bubble_rate)
+        made = of_the_pipeline(plan, choice, ran.total_s, self.in_flight)
+        told = dict(made.solver)
+        if "loss_head" in told:  # its figures are of the mesh alone
+            told["loss_head"] = CHUNKED if is_chunked(plan) else PLAIN
+        if "step_time_s" in made.predicted and "objective_s" in told and "bound_s" in told:
+            # The bound is of this pipeline's program alone; it is as far from the plan as it was.
+            step_s = made.predicted["step_time_s"]
+            told |= {"objective_s": step_s, "bound_s": step_s * min(1.0, float(told["bound_s"]) / float(told["objective_s"]))}
+        return replace(made, cluster=self.whole.name, solver=told).answering_as(made)
+
+    def hop_s(self, sent: Sequence[float]) -> tuple[float, ...]:
+        """By rank, what it hands to the next one takes: of its stages the most."""
+        ranks = len(self.lists.ranks)
+        if ranks == 1:
+            return (0.0,)
+        mesh = Mesh.of({AXIS: ranks, **self.axes})
+        cost = Cost(self.whole, mesh)
+        most = [max((b for s, b in enumerate(sent) if self.lists.where[s] == r), default=0.0) for r in range(ranks)]
+        return tuple(cost.collective("send", mesh.children(AXIS), b).seconds for b in most)
+
+    def sent_bytes(self, plan: Plan, graph: Graph, work: LayerWork, cut: Cut) -> list[float]:
+        """By stage, of a micro-batch, what each of its devices hands to the next stage."""
+        after = work.handed_on(graph, lambda op: self.shares(plan, op))
+        ends = [work.like[stage[-1]] for stage in cut.stages]
+        return [after[min(end, len(after) - 1)] if after else 0.0 for end in ends[:-1]] + [0.0]
+
+    def shares(self, plan: Plan, op: Op) -> list[float]:
+        """Of each of an operator's results the share that a device has."""
+        choice = plan.ops.get(op.name)
+        if choice is None:
+            return [1.0] * len(op.outputs)
+        shapes = tuple(None if t is None else t.shape for t in op.outputs)
+        made = placements(lookup(op), choice.strategy, tuple(t.shape for t in op.inputs), shapes, choice.partial)[1]
+        return [1.0 if p is None else p.share(plan.mesh) for p in made]
+
+
+@dataclass
+class Asked:
+    """A pipeline that is asked for, and what its stages are planned with. captured: so many micro-batches, on a cluster and a mesh."""
+
+    captured: Callable[[int, Cluster, Mapping[str, int]], Task]
+    batch: int
+    limits: Limits
+    on_progress: Progress
+    layout: str | Layout | None
+    least: bool
+    has_begun: bool = False
+
+    def plan(
+        self,
+        model: nn.Module,
+        axes: Mapping[str, int],
+        cluster: Cluster,
+        schedule: str | None,
+        virtual_stages: int | None,
+        number: int | str,
+    ) -> Plan:
+        """number: of micro-batches, or AUTO. Raises MeshError, LayoutError, InfeasibleError."""
+        part_of(axes, cluster)  # says what is wrong with the mesh before anything is captured
+
+        def of(m: int) -> Plan:
+            if self.batch % m:
+                raise LayoutError(
+                    f"{self.batch} samples do not make {m} micro-batches of one size, as a pipeline takes them",
+                    where="micro-batches",
+                    fix="make their number one that divides the batch",
+                )
+            p = Pipelined.of(axes, cluster, schedule, virtual_stages, m)
+            planner = Planner(
+                lambda k: p.of_a_stage(self.captured(k, p.stage, p.axes)),
+                self.batch,
+                self.limits,
+                self.on_progress,
+                self.layout,
+                self.least,
+            )
+            planner.has_begun, self.has_begun = self.has_begun, True
+            try:
+                made = planner.plan(p.axes, m)
+            except InfeasibleError as e:
+                raise e.of_one_micro_batch() from None
+            t = planner.captured(m)
+            return p.told(made, (t.other if t.other is not None and is_chunked(made) else t).folded, model)
+
+        if isinstance(number, int):
+            return of(number)
+        late = self.on_progress.start + self.limits.seconds
+        numbers = [m for m in candidates(self.batch) if self.batch % m == 0]
+        return best_number(numbers, axes[AXIS], of, lambda: not self.limits.in_proportion and time.perf_counter() > late - self.longest_s())
+
+    def longest_s(self) -> float:
+        """What planning another number may take: half of what all have taken so far."""
+        return (time.perf_counter() - self.on_progress.start) / 2
+
+
+def inner(axes: Mapping[str, int]) -> dict[str, int]:
+    """The axes of a stage's mesh."""
+    return {n: s for n, s in axes.items() if n != AXIS} or {"dp": 1}
+
+
+def part_of(axes: Mapping[str, int], cluster: Cluster) -> Cluster:
+    """The devices of a stage, side by side. Raises MeshError."""
+    if next(iter(axes)) != AXIS:
+        raise MeshError(
+            f"the axis {AXIS!r} is not the first of the mesh {said(axes)}",
+            where="mesh",
+            fix=f"write it first: stages lie on devices side by side, such as {AXIS}=2,dp=4",
+        )
+    size, per_node = math.prod(inner(axes).values()), cluster.devices_per_node
+    if size % per_node == 0:
+        return cluster.part(size // per_node, per_node)
+    if per_node % size == 0:
+        return cluster.part(1, size)
+    raise MeshError(
+        f"a stage of {size} devices is neither a part of a node of {per_node} nor several whole ones",
+        where=f"mesh {said(axes)}",
+        fix=f"make {AXIS} a size that divides the nodes, or a node's devices",
+    )
+
+
+def of_stages(cut: Cut, layers: Sequence[str], work: Sequence[float]) -> list[float]:
+    stage = cut.of_layer
+    found = [0.0] * len(cut.stages)
+    for layer, w in zip(layers, work, strict=True):
+        found[stage[layer]] += w
+    return found
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """layers: of the whole model, in order; forward, backward: what each has to do; like: the number of the captured layer in whose place each is."""
+
+    layers: tuple[str, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    like: Mapping[str, int]
+    unit: Mapping[str, int]  # operator of forward -> number of its captured layer
+
+    @property
+    def both(self) -> list[float]:
+        return [f + b for f, b in zip(self.forward, self.backward, strict=True)]
+
+    @staticmethod
+    def of(folded: Folded, model: nn.Module) -> LayerWork:
+        graph = folded.graph
+        free = free_ops(graph)
+        captured = layers(graph, free)
+        number = {layer: i for i, layer in enumerate(captured)}
+        unit = units(graph, free, number)
+        ahead, back = [0.0] * len(captured), [0.0] * len(captured)
+        of_module: dict[str, int] = {}
+        for op in graph.ops:
+            if op.direction == "forward" and op.name in unit:
+                ahead[unit[op.name]] += work_of(op)
+                of_module[op.module] = unit[op.name]
+        for op in graph.ops:
+            if op.direction == "backward" and op.name not in free and captured:
+                found = LAYER.match(op.module)
+                at = number.get(found[1]) if found else None
+                back[of_module.get(op.module, len(captured) - 1) if at is None else at] += work_of(op)
+        whole, like = in_the_whole(folded, model, captured)
+        forward, backward = ([half[like[layer]] for layer in whole] for half in (ahead, back))
+        for at, of in (
+            (0, 0),
+            (-1, len(captured) - 1),
+        ):  # what comes before the layers and after them is in the first and the last that were captured
+            if whole and like[whole[at]] != of:
+                forward[at] += max(0.0, ahead[of] - ahead[like[whole[at]]])
+                backward[at] += max(0.0, back[of] - back[like[whole[at]]])
+        return LayerWork(tuple(whole), tuple(forward), tuple(backward), like, unit)
+
+    def handed_on(self, graph: Graph, shares: Callable[[Op], list[float]]) -> list[float]:
+        """By captured layer but the last, bytes on a device of what later ones read of it and those before it. shares: of each result of an operator."""
+        ops = {op.name: op for op in graph.ops}
+        last: dict[tuple[str, int], int] = {}  # result -> the last layer that reads it
+        place = {t.name: (op.name, i) for op in graph.ops for i, t in enumerate(op.outputs) if t is not None}
+        for op in graph.ops:
+            for t in op.inputs:
+                key = place.get(t.name)
+                if key is not None and key[0] in self.unit and op.name in self.unit:
+                    last[key] = max(last.get(key, 0), self.unit[op.name])
+        found = [0.0] * max(0, 1 + max(self.unit.values(), default=0))
+        for (name, i), end in last.items():
+            made = ops[name].outputs[i]
+            assert made is not None
+            for layer in range(self.unit[name], end):
+                found[layer] += made.nbytes * shares(ops[name])[i]
+        return found[:-1]
+
+
+def in_the_whole(folded: Folded, model: nn.Module, captured: Sequence[str]) -> tuple[list[str], dict[str, int]]:
+    """The model's layers in order, and for each the number of the captured one that it is as."""
+    number = {layer: i for i, layer in enumerate(captured)}
+    params = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    like: dict[str, int] = {}
+    for name, stands in expand_params(folded, params).items():
+        full, short = LAYER.match(name), LAYER.match(stands)
+        if full and short and short[1] in number:
+            like.setdefault(full[1], number[short[1]])
+    if set(like) <= set(number):  # captured whole
+        return list(captured), dict(number)
+    lists: dict[str, list[str]] = {}
+    for layer in like:
+        lists.setdefault(layer.rpartition(".")[0], []).append(layer)
+    order = dict.fromkeys(layer.rpartition(".")[0] for layer in captured)
+    return [layer for path in order for layer in sorted(lists.get(path, ()), key=lambda x: int(x.rpartition(".")[2]))], like
+
+
+def best_number(numbers: Sequence[int], ranks: int, planned: Callable[[int], Plan], is_late: Callable[[], bool]) -> Plan:
+    """The fastest plan over numbers of micro-batches, from four a rank on to both sides as long as that is faster. Raises what the first raises where none fits."""
+    order = sorted(numbers)
+    at = next((i for i, m in enumerate(order) if m >= 4 * ranks), len(order) - 1)
+    made: dict[int, Plan] = {}
+    errors: list[AutoparError] = []
+
+    def takes(i: int) -> float:
+        m = order[i]
+        if m not in made:
+            try:
+                made[m] = planned(m)
+            except AutoparError as e:
+                errors.append(e)
+                return math.inf
+        return made[m].predicted["step_time_s"]
+
+    best = at
+    takes(at)
+    for step in (1, -1):
+        i = at + step
+        while 0 <= i < len(order) and not (made and is_late()) and (takes(i) < takes(best) or not made):
+            best = i
+            i += step
+    if not made:
+        raise errors[0]
+    found = min(made.values(), key=lambda p: p.predicted["step_time_s"])
+    tried = "; ".join(f"{m}: {format_time(p.predicted['step_time_s'])}" for m, p in sorted(made.items()))
+    return replace(found, solver={**found.solver, "micro_batches": tried}).answering_as(found)
