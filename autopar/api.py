@@ -82,7 +82,7 @@ def compile(
         gradients stay what they are; where it is not known how to pad an argument the call is refused.
     bucket_collectives: whether small gathers of parameters and reductions of gradients that are needed together are joined, as far as the cluster's links make that
         worth the copies.
-    schedule: of a pipeline, which a mesh with an axis "pp" has: "gpipe", "1f1b" (default), "interleaved", or the path of a .csv in torch's notation. A training call then
+    schedule: of a pipeline, which a mesh with an axis "pp" has: "gpipe", "1f1b" (default), "interleaved", "zb-h1", "zbv", "dualpipev", or the path of a .csv in torch's notation. A training call then
         runs as micro_batches (default: two for each rank along pp) on stages that are cut from the graph, forwards and backwards; `.backward()` hands out the gradients.
     virtual_stages: of an interleaved pipeline, how many stages each rank has; default 2.
     loss_head: whether a linear layer under a cross-entropy makes all its logits ("plain") or makes them tile by tile, and again in backward ("chunked"); "auto": by the planner,

@@ -194,9 +194,9 @@ def _maker() -> Any:
 
 
 def wrapped(local: torch.Tensor, spec: Any) -> DTensor:
-    """A DTensor of this spec from a local shard that no gradient flows to. It costs a tenth of `dtensor`, which is an operator of autograd and finds out the spec anew.
+    """A DTensor of this spec around a local shard that no gradient flows to and nobody else has. It costs a tenth of `dtensor`, which is an operator of autograd and finds out the spec anew.
     `DTensor.__init__` does nothing, by way of dynamo."""
-    found: DTensor = _maker()(local.view_as(local), spec, requires_grad=False)
+    found: DTensor = _maker()(local, spec, requires_grad=False)
     return found
 
 

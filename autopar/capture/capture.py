@@ -29,6 +29,7 @@ from autopar.capture.hidden_states import install_recorders
 from autopar.capture.identity_index import plain_indices
 from autopar.capture.masks import plain_masks
 from autopar.capture.ops import captured_ops, copied_operands
+from autopar.capture.sinks import sinks_as_attention
 from autopar.capture.tags import lift_marks, settle_tags
 from autopar.errors import CaptureError
 from autopar.graph.varying import Varying, with_units
@@ -297,7 +298,14 @@ def capture(
         with copied_operands():
             return _torch.export_joint(flat, inputs, judged)
 
-    with scope, torch.set_grad_enabled(grad), captured_ops(), plain_masks(model, args, kwargs), _explained(model, bool(varying)):
+    with (
+        scope,
+        torch.set_grad_enabled(grad),
+        captured_ops(),
+        plain_masks(model, args, kwargs),
+        sinks_as_attention(copied, kwargs),
+        _explained(model, bool(varying)),
+    ):
         try:
             gm, in_descs, out_descs, out_spec = traced()
         except SetAnewError as e:

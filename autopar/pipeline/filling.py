@@ -13,7 +13,7 @@ from autopar.pipeline.actions import FORWARD, INPUT, WEIGHT, Action, Lists
 from autopar.pipeline.replay import replay
 from autopar.pipeline.schedule import Schedule
 from autopar.pipeline.times import Times
-from autopar.pipeline.zero_bubble import zb_h1, zbv
+from autopar.pipeline.zero_bubble import dualpipev, zb_h1, zbv
 
 
 def filled(times: Times, micro_batches: int, where: Sequence[int], most: Sequence[int]) -> Lists:
@@ -29,7 +29,7 @@ def filled(times: Times, micro_batches: int, where: Sequence[int], most: Sequenc
     if len(where) == p:
         found += [zb_h1(p, micro_batches), Schedule("1f1b", p, micro_batches).lists(), Schedule("gpipe", p, micro_batches).lists()]
     elif len(where) == 2 * p:
-        found.append(zbv(p, micro_batches))
+        found += [zbv(p, micro_batches), dualpipev(p, micro_batches)]
         if micro_batches >= p and micro_batches % p == 0:
             found.append(Schedule("interleaved", p, micro_batches, 2).lists())
     fitting = [x for x in found if x.where == tuple(where) and all(x.in_flight(r) <= n for r, n in enumerate(most))]

@@ -7,10 +7,11 @@ import os
 from autopar.errors import LayoutError
 from autopar.pipeline.actions import Lists, load, verified
 from autopar.pipeline.schedule import KINDS, Schedule
-from autopar.pipeline.zero_bubble import zb_h1, zbv
+from autopar.pipeline.zero_bubble import dualpipev, zb_h1, zbv
 
 INTERLEAVED = "interleaved"
-ZERO_BUBBLE = {"zb-h1": zb_h1, "zbv": zbv}
+ZERO_BUBBLE = {"zb-h1": zb_h1, "zbv": zbv, "dualpipev": dualpipev}
+TWO = ("zbv", "dualpipev")  # of which a rank has two stages
 NAMES = (*KINDS, *ZERO_BUBBLE)
 
 
@@ -33,7 +34,7 @@ def scheduled(schedule: str | os.PathLike[str] | Lists, ranks: int, micro_batche
     if virtual_stages is not None and (isinstance(virtual_stages, bool) or not isinstance(virtual_stages, int) or virtual_stages < 1):
         raise LayoutError(f"virtual_stages={virtual_stages!r} is no number of stages", fix='pass 2 or more with schedule="interleaved"')
     chunks = virtual_stages or (2 if kind == INTERLEAVED else 1)
-    if kind != INTERLEAVED and virtual_stages is not None and chunks != (own := 2 if kind == "zbv" else 1):
+    if kind != INTERLEAVED and virtual_stages is not None and chunks != (own := 2 if kind in TWO else 1):
         raise LayoutError(
             f"{kind} has {own} stage{'s' if own > 1 else ''} a rank, not {chunks}",
             where="virtual_stages=",

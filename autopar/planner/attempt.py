@@ -88,7 +88,8 @@ class Attempt:
     def so_far(self, mesh: Mesh, bound_s: float, best: Found | None) -> None:
         """Tells what is known of the step on `mesh`, whose axes may be merged: no plan takes less than the one, the other is the best that was found."""
         on = "" if mesh.parents == self.mesh.parents else f"on {axes_said(mesh)} "
-        bound = f"{on}no plan takes less than {format_time(bound_s)}" if math.isfinite(bound_s) and bound_s > 0 else "no bound yet"
+        each = " a micro-batch" if self.training.micro_batches > 1 else ""
+        bound = f"{on}no plan takes less than {format_time(bound_s)}{each}" if math.isfinite(bound_s) and bound_s > 0 else "no bound yet"
         if best is None or not isinstance(best.answer, Solution):
             self.on_progress(Note(f"{bound}; none was found yet"), 0.0)
         else:

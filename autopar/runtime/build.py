@@ -485,12 +485,12 @@ class Builder:
         return _torch.dtensor(local, self.device_mesh, dtensor_placements(p, self.mesh), p.shape)
 
     def gradient(self, name: str, local: torch.Tensor, plan: Plan) -> DTensor:
-        return self.as_stored.gradient(name, local, plan.params.get(name) or self._choice(name))
+        return self.as_stored.gradient(name, local, plan.params.get(name) or self.choice(name))
 
     def reduced(self, name: str, local: torch.Tensor, p: Placement) -> torch.Tensor:
-        return self.as_stored.reduced(local, p, self._choice(name), self.model.get_parameter(name).dtype)
+        return self.as_stored.reduced(local, p, self.choice(name), self.model.get_parameter(name).dtype)
 
-    def _choice(self, name: str) -> ParamChoice:
+    def choice(self, name: str) -> ParamChoice:
         """Of a parameter that some program has."""
         assert self.plan is not None
         return self.plan.params[name]

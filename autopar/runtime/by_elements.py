@@ -80,6 +80,6 @@ def _written(whole: list[Any], part: list[Any], ours: Sequence[int], grads: Sequ
         if isinstance(whole[i], DTensor):
             written.append(whole[i])
         elif whole[i] is not t:
-            whole[i] = _torch.wrapped(t, _torch.dtensor_spec(grads[i]))
+            whole[i] = _torch.wrapped(t.view_as(t), _torch.dtensor_spec(grads[i]))
     if written:
         torch.autograd.graph.increment_version(written)

@@ -6,6 +6,7 @@ that is expanded (of a parameter that is summed), or what it was given itself. E
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 
 import torch
@@ -15,20 +16,34 @@ class OwnMemory:
     """Of the gradients of one backward. others: tensors that somebody else holds."""
 
     def __init__(self, others: Iterable[torch.Tensor]) -> None:
-        self._lie: dict[int, list[torch.Tensor]] = {}  # in a storage
+        # Stretches of memory that are taken, in order: where each begins and ends.
+        self._first: list[int] = []
+        self._end: list[int] = []
         for t in others:
-            self._lie.setdefault(t.untyped_storage().data_ptr(), []).append(t)
+            self._take(*_bytes(t))
 
     def of(self, t: torch.Tensor) -> torch.Tensor:
         """`t`, or a copy where another lies in its place, or several of its elements in one (of a sum's gradient, which is expanded). Parts of one buffer that do not
         overlap stay where they are."""
         if not t.is_contiguous() and _is_expanded(t):
             return t.contiguous()
-        here = self._lie.setdefault(t.untyped_storage().data_ptr(), [])
-        if any(_overlap(t, other) for other in here):
+        first, end = _bytes(t)
+        at = bisect_right(self._end, first)
+        if at < len(self._first) and self._first[at] < end and first < end:
             return t.clone()
-        here.append(t)
+        self._take(first, end)
         return t
+
+    def _take(self, first: int, end: int) -> None:
+        """Together with what it overlaps."""
+        if first == end:
+            return
+        at = bisect_right(self._end, first)
+        until = at
+        while until < len(self._first) and self._first[until] < end:
+            first, end = min(first, self._first[until]), max(end, self._end[until])
+            until += 1
+        self._first[at:until], self._end[at:until] = [first], [end]
 
 
 def _is_expanded(t: torch.Tensor) -> bool:
@@ -42,14 +57,12 @@ def _is_expanded(t: torch.Tensor) -> bool:
     return False
 
 
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Of tensors in one storage, by the first and last byte of each."""
-    if a.numel() == 0 or b.numel() == 0:
-        return False
-    (a_first, a_end), (b_first, b_end) = _bytes(a), _bytes(b)
-    return a_first < b_end and b_first < a_end
-
-
 def _bytes(t: torch.Tensor) -> tuple[int, int]:
-    last = int(t.storage_offset()) + sum((int(n) - 1) * int(s) for n, s in zip(t.shape, t.stride(), strict=True))
-    return int(t.storage_offset()) * t.element_size(), (last + 1) * t.element_size()
+    """Addresses of its first byte and behind its last."""
+    first = t.data_ptr()
+    if t.numel() == 0:
+        return first, first
+    if t.is_contiguous():
+        return first, first + t.nbytes
+    last = sum((int(n) - 1) * int(s) for n, s in zip(t.shape, t.stride(), strict=True))
+    return first, first + (last + 1) * t.element_size()

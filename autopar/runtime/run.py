@@ -189,13 +189,14 @@ class Apply(torch.autograd.Function):
         out: list[torch.Tensor | None] = []
         without = set[str]()  # not reduced yet, or of what forward does not use
         given = {r.name: t for r, t in params.items() if r.kind == "grad"}
+        as_stored, choices = module._builder.as_stored.gradient, step.plan.params
         for name in run.diff[: ctx.n_params]:
             local = given.get(name)
             if local is None:
                 without.add(name)
                 out.append(None)
             else:
-                out.append(module._builder.gradient(name, own.of(local), step.plan))
+                out.append(as_stored(name, own.of(local), choices.get(name) or module._builder.choice(name)))
         for name, p in module.named_parameters() if without else ():
             if name in without:
                 _torch.quiet_without_gradient(p)

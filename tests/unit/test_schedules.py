@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from autopar.errors import LayoutError
 from autopar.pipeline import Action, Lists, Schedule, Times, filled, load, parse, replay, scheduled, verified
 from autopar.pipeline.named import NAMES
+from autopar.pipeline.schedule import KINDS
 
 
 def even(lists: Lists) -> Times:
@@ -102,11 +103,13 @@ def test_against_torch() -> None:
             self.has_backward, self.submod = True, nn.Identity()
             self.stage_index_to_group_rank: dict[int, int] = {}
 
-    for p, m in ((2, 4), (4, 8), (4, 9), (3, 5)):
-        lists = scheduled("zbv", p, m)
-        theirs = schedules.get_schedule_class("ZBVZeroBubble")([Stage(s, 2 * p, 0, p) for s in (0, 2 * p - 1)], m, loss_fn=lambda x, y: x)
-        for r in range(p):
-            assert [str(a) for a in theirs.pipeline_order[r] if a is not None] == [str(a) for a in lists.ranks[r]]
+    for name, of_torch in (("zbv", "ZBVZeroBubble"), ("dualpipev", "DualPipeV")):
+        for p, m in ((2, 4), (4, 8), (4, 9), (3, 5 if name == "zbv" else 7), (5, 12), (1, 2), (1, 5)):
+            lists = scheduled(name, p, m)
+            theirs = schedules.get_schedule_class(of_torch)([Stage(s, 2 * p, 0, p) for s in (0, 2 * p - 1)], m, loss_fn=lambda x, y: x)
+            for r in range(p):
+                order = [one for a in theirs.pipeline_order[r] if a is not None for one in (a.sub_actions or (a,))]
+                assert [str(a) for a in order] == [str(a) for a in lists.ranks[r]]
 
 
 # ---- in time, and in memory --------------------------------------------------------------------------------------
@@ -125,7 +128,7 @@ def test_bubbles(p: int, m: int, rates: tuple[float, ...]) -> None:
     assert {lists.in_flight(r) for r in range(p)} == {p} and {scheduled("zbv", p, m).in_flight(r) for r in range(p)} == {2 * p}
 
 
-@given(st.sampled_from([k for k in NAMES if k[0] != "z"]), st.integers(1, 5), st.integers(1, 3))
+@given(st.sampled_from(KINDS), st.integers(1, 5), st.integers(1, 3))
 def test_a_list_takes_what_its_schedule_does(kind: str, p: int, groups: int) -> None:
     schedule = Schedule(kind, p, p * groups, 2 if kind == "interleaved" else 1)
     for exposed, hop_s in product((False, True), (0.0, 0.25)):
@@ -138,7 +141,7 @@ seconds = st.integers(1, 16).map(lambda n: n / 8)
 
 @given(st.integers(1, 4), st.integers(1, 6), st.booleans(), st.data())
 def test_filled_is_never_worse_than_the_named_ones_in_their_memory(p: int, m: int, v: bool, data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(["zbv"] if v else ["1f1b", "zb-h1", "gpipe"]))
+    name = data.draw(st.sampled_from(["zbv", "dualpipev"] if v else ["1f1b", "zb-h1", "gpipe"]))
     lists = scheduled(name, p, m)
     s = lists.stages
     weight_s = tuple(data.draw(st.lists(seconds, min_size=s, max_size=s)))
