@@ -8,6 +8,7 @@ nothing of its probabilities, and nobody asks for them. What else a user has cho
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
@@ -31,7 +32,7 @@ def sinks_as_attention(skeleton: nn.Module, kwargs: Mapping[str, Any]) -> Iterat
     if functions is not None and hasattr(sys.modules.get(_MASKS), "sdpa_mask") and not kwargs.get("output_attentions"):
         by_config: dict[int, list[nn.Module]] = {}
         for m in skeleton.modules():
-            if hasattr(m, "config") and "get_interface" in _source(m):
+            if hasattr(m, "config") and "get_interface" in _source(type(m)):
                 by_config.setdefault(id(m.config), []).append(m)
         configs = [found[0].config for found in by_config.values() if all(map(_has_sinks, found))]
     changed = [c for c in configs if getattr(c, "_attn_implementation", None) == _SAME and not getattr(c, "output_attentions", False)]
@@ -53,16 +54,17 @@ def _mask(*args: Any, **kwargs: Any) -> Any:
     return masks.sdpa_mask(*args, **{**kwargs, "allow_torch_fix": False})
 
 
-def _source(m: nn.Module) -> str:
+@functools.cache
+def _source(kind: type[nn.Module]) -> str:
     try:
-        return inspect.getsource(type(m).forward)
+        return inspect.getsource(kind.forward)
     except (OSError, TypeError):
         return ""
 
 
 def _has_sinks(m: Any) -> bool:
     """Whether its attention is a softmax over keys and, if it has them, sinks."""
-    source = _source(m)
+    source = _source(type(m))
     return "s_aux=self.sinks" in source and "softcap" not in source and not getattr(m, "attention_dropout", 0.0)
 
 
