@@ -26,6 +26,7 @@ from autopar.kernels.attention import attention
 def captured_ops() -> Iterator[None]:
     ours: dict[Any, Callable[..., Any]] = {
         torch.ops.aten.scaled_dot_product_attention.default: _sdpa,
+        torch.ops.aten.dropout.default: _dropout,
         **capture_bags.REPLACED,
         **capture_ctc.REPLACED,
     }
@@ -44,6 +45,14 @@ def copied_operands() -> Iterator[None]:
         yield
     finally:
         _copies.reset(before)
+
+
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    """Where nothing is dropped it gives `x` itself, and what is written to one is written to the other. torch's decomposition gives a copy (2.13)."""
+    if not train or p == 0 or x.numel() == 0:
+        return x
+    dropped: Tensor = torch.ops.aten.native_dropout.default(x, p, True)[0]
+    return dropped
 
 
 def _sdpa(

@@ -54,10 +54,14 @@ def _mask(*args: Any, **kwargs: Any) -> Any:
     return masks.sdpa_mask(*args, **{**kwargs, "allow_torch_fix": False})
 
 
-@functools.cache
 def _source(kind: Any) -> str:
+    return _source_of(kind.forward)
+
+
+@functools.cache
+def _source_of(forward: Any) -> str:
     try:
-        return inspect.getsource(kind.forward)
+        return inspect.getsource(forward)
     except (OSError, TypeError):
         return ""
 
