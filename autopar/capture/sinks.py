@@ -1,6 +1,6 @@
 """Attention with sinks of transformers' models (gpt-oss and its kind) becomes attention as an operator (`autopar.kernels.sinks`).
 
-transformers has no SDPA for these models: a config says "eager", which makes scores of queries x keys. Attention functions come from a registry, by a name in the config. On the
+transformers has no SDPA for these models: a config says "eager", which makes scores of queries x keys, or "flex_attention". Attention functions come from a registry, by a name in the config. On the
 skeleton (never on the user's model) that name is ours, with the masks of "sdpa", where all that would be called means the same: a module hands its sinks over as `s_aux`, drops
 nothing of its probabilities, and nobody asks for them. What else a user has chosen there stays.
 """
@@ -21,7 +21,7 @@ from autopar.kernels import sinks as kernel
 
 _MODULE, _MASKS = "transformers.modeling_utils", "transformers.masking_utils"
 _NAME = "autopar"
-_SAME = "eager"
+_SAME = ("eager", "flex_attention")
 
 
 @contextlib.contextmanager
@@ -35,17 +35,18 @@ def sinks_as_attention(skeleton: nn.Module, kwargs: Mapping[str, Any]) -> Iterat
             if hasattr(m, "config") and "get_interface" in _source(type(m)):
                 by_config.setdefault(id(m.config), []).append(m)
         configs = [found[0].config for found in by_config.values() if all(map(_has_sinks, found))]
-    changed = [c for c in configs if getattr(c, "_attn_implementation", None) == _SAME and not getattr(c, "output_attentions", False)]
+    before = [(c, getattr(c, "_attn_implementation", None)) for c in configs if not getattr(c, "output_attentions", False)]
+    changed = [(c, name) for c, name in before if name in _SAME]
     if changed:
         functions.register(_NAME, _forward)
         masks.register(_NAME, _mask)
-    for c in changed:
+    for c, _ in changed:
         c._attn_implementation_internal = _NAME
     try:
         yield
     finally:
-        for c in changed:
-            c._attn_implementation_internal = _SAME
+        for c, name in changed:
+            c._attn_implementation_internal = name
 
 
 def _mask(*args: Any, **kwargs: Any) -> Any:
