@@ -94,6 +94,11 @@ class Plan(Decisions):
         """Every call of the step when it runs, and the memory in use meanwhile. Raises AutoparError for a plan without a profile."""
         from autopar.timeline.expand import expand
 
+        if self.profile is None and self.pipeline is not None:
+            raise AutoparError(
+                "a pipeline's plan has no timeline of its calls",
+                fix="plan a stage's mesh by itself, without pp; what the schedule makes of it is in the plan's text",
+            )
         if self.profile is None:
             raise AutoparError(
                 "this plan does not say what its step does in time: it is a hand layout's that was only propagated, or was made by an older autopar",

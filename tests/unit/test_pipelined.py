@@ -93,6 +93,8 @@ def test_a_pipeline_takes_less_memory() -> None:
 def test_saved_and_read_again() -> None:
     plan = planned(schedule="interleaved")
     again = autopar.Plan.loads(schema.dumps(plan))
+    with pytest.raises(AutoparError, match="a pipeline's plan has no timeline"):
+        again.timeline()
     assert again.pipeline == plan.pipeline and "pipeline: interleaved, 4 stages on 2 ranks, 4 micro-batches" in again.text()
 
 
