@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"autopar": "autopar", "autopar.solver": "solver", "autopar.passes": "passes", "autopar.kernels": "kernels"}
 # From what everything stands on to what stands on everything. `hardware.calibrate` runs steps, so it comes late.
 ROOMS = (
-    "errors", "text", "graph", "tensors", "_torch", "kernels", "rules", "hardware", "cost", "timeline", "plan", "solver", "capture", "models", "pipeline", "planner", "offload", "passes", "simulate",
+    "errors", "text", "graph", "tensors", "_torch", "kernels", "rules", "hardware", "cost", "timeline", "pipeline", "plan", "solver", "capture", "models", "planner", "offload", "passes", "simulate",
     "distributed", "checkpoint", "runtime", "elastic", "watch", "predict", "search", "api", "integrations", "hardware.calibrate", "report", "cli", "run", "__main__",
 )  # fmt: skip
 

@@ -62,7 +62,8 @@ class CollectiveUse:
 @dataclass(frozen=True)
 class PipelineChoice:
     """The stages of a pipeline. schedule: its name; where: the rank of each stage; layers: paths of its layers' modules; work: its share of forward and backward; sent_bytes: what it sends
-    to the next one, of a micro-batch, on each of its devices; bubble: share of the step in which ranks wait, by the replay, with stages that take as `work` says."""
+    to the next one, of a micro-batch, on each of its devices; bubble: share of the step in which ranks wait, by the replay, with stages that take as `work` says. forward_s, backward_s, hop_s:
+    what the replay was made with, by stage, and by rank; empty where there are no times."""
 
     schedule: str
     ranks: int
@@ -71,6 +72,9 @@ class PipelineChoice:
     work: tuple[float, ...]
     sent_bytes: tuple[float, ...]
     bubble: float
+    forward_s: tuple[float, ...] = ()
+    backward_s: tuple[float, ...] = ()
+    hop_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class Plan(Decisions):
         if self.profile is None and self.pipeline is not None:
             raise AutoparError(
                 "a pipeline's plan has no timeline of its calls",
-                fix="plan a stage's mesh by itself, without pp; what the schedule makes of it is in the plan's text",
+                fix="to_perfetto() has its ranks and their actions; plan a stage's mesh by itself, without pp, for its calls",
             )
         if self.profile is None:
             raise AutoparError(
@@ -108,11 +108,15 @@ class Plan(Decisions):
 
     def to_perfetto(self, path: str | os.PathLike[str]) -> None:
         """Writes `timeline()` as trace-event JSON, which https://ui.perfetto.dev and chrome://tracing open: a track for every resource, an event for every call, counters
-        of memory. Raises AutoparError for a plan without a profile, or a path that cannot be written."""
+        of memory; of a pipeline a track for every rank, and its actions. Raises AutoparError for a plan without a profile, or a path that cannot be written."""
         from autopar.plan.text import merged
         from autopar.timeline.perfetto import save
 
         title = f"{self.layout} on {self.cluster or 'a cluster'}, mesh {' x '.join(f'{n}={s}' for n, s in self.mesh_axes.items())}"
+        if self.pipeline is not None:
+            from autopar.plan.pipeline_trace import save as save_pipeline
+
+            return save_pipeline(self, path, f"{title}, pipeline of {self.pipeline.ranks}")
         save(self.timeline(), path, title, lambda axes: " x ".join(merged(axes)))
 
     def __getstate__(self) -> dict[str, Any]:

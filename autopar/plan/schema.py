@@ -87,6 +87,9 @@ class PipelineModel(_Model):
     work: Short[Number]
     sent_bytes: Short[Number]
     bubble: Number
+    forward_s: Short[Number] = []
+    backward_s: Short[Number] = []
+    hop_s: Short[Number] = []
 
 
 class PlanModel(_Model):
@@ -411,9 +414,12 @@ def _pipeline(m: PipelineModel) -> PipelineChoice:
     stages = len(m.where)
     if not stages or any(len(x) != stages for x in (m.layers, m.work, m.sent_bytes)) or set(m.where) != set(range(m.ranks)):
         raise contradiction(f"{stages} stages on {m.ranks} ranks, which its lists are not of", "pipeline")
+    times = m.forward_s, m.backward_s, m.hop_s
+    if any(times) and tuple(map(len, times)) != (stages, stages, m.ranks):
+        raise contradiction(f"times of other stages than {stages} on {m.ranks} ranks", "pipeline")
     layers = tuple(tuple(x) for x in m.layers)
     _once([n for x in layers for n in x], "pipeline")
-    return PipelineChoice(m.schedule, m.ranks, tuple(m.where), layers, tuple(m.work), tuple(m.sent_bytes), m.bubble)
+    return PipelineChoice(m.schedule, m.ranks, tuple(m.where), layers, tuple(m.work), tuple(m.sent_bytes), m.bubble, *map(tuple, times))
 
 
 @dataclass(frozen=True)

@@ -81,10 +81,13 @@ class Pipelined:
             tuple(x / (sum(part) or 1.0) * plan.predicted.get(key, 0.0) / m for x in part)
             for part, key in ((forward, "forward_s"), (backward, "backward_s"))
         ]
-        ran = replay(lists, Times(seconds[0], seconds[1], self.hop_s(sent)))
+        hop_s = self.hop_s(sent)
+        ran = replay(lists, Times(seconds[0], seconds[1], hop_s))
         total = sum(forward) + sum(backward) or 1.0
         shares = tuple((f + b) / total for f, b in zip(forward, backward, strict=True))
-        choice = PipelineChoice(lists.name, len(lists.ranks), lists.where, cut.stages, shares, tuple(sent), ran.bubble_rate)
+        choice = PipelineChoice(
+            lists.name, len(lists.ranks), lists.where, cut.stages, shares, tuple(sent), ran.bubble_rate, seconds[0], seconds[1], hop_s
+        )
         made = of_the_pipeline(plan, choice, ran.total_s, self.in_flight)
         told = dict(made.solver)
         if "loss_head" in told:  # its figures are of the mesh alone

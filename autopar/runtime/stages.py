@@ -172,10 +172,13 @@ class Pipeline:
         bubble = replay(self.lists, Times(forward, backward, no_hops)).bubble_rate
         sent = [sum(math.prod(c.shape) * c.dtype.itemsize for c in received) for received in (*step.crossing.forward[1:], ())]
         work = tuple(f + b for f, b in zip(forward, backward, strict=True))
-        choice = PipelineChoice(self.lists.name, len(self.ranks), self.lists.where, self.cut.stages, work, tuple(map(float, sent)), bubble)
         call_s = [plan.predicted.get(k, 0.0) / m for k in ("forward_s", "backward_s")]
         seconds = [tuple(x / (sum(part) or 1.0) * t for x in part) for part, t in zip((forward, backward), call_s, strict=True)]
         pipeline_s = replay(self.lists, Times(seconds[0], seconds[1], no_hops)).total_s
+        times = (seconds[0], seconds[1], no_hops) if pipeline_s else ((), (), ())
+        choice = PipelineChoice(
+            self.lists.name, len(self.ranks), self.lists.where, self.cut.stages, work, tuple(map(float, sent)), bubble, *times
+        )
         return of_the_pipeline(plan, choice, pipeline_s, self.in_flight)
 
     # ---- norms of gradients (`_torch.clipping.Stage`) ------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,18 +49,28 @@ def trace(timeline: Timeline, title: str, said: Said = " x ".join) -> dict[str, 
         events.append(
             {"name": "memory in use", "ph": "C", "ts": _ns(m.start_s) / 1e3, "pid": PROCESS, "tid": 0, "args": {"bytes": m.total}}
         )
-    events.sort(key=lambda x: (x["ts"], -x.get("dur", 0.0)))
-    names = [{"name": "process_name", "ph": "M", "pid": PROCESS, "tid": 0, "args": {"name": f"autopar: {title}"}}]
+    return document(events, tracks, title, timeline.seconds)
+
+
+def document(events: list[dict[str, Any]], tracks: Mapping[str, int], title: str, seconds: float) -> dict[str, Any]:
+    """tracks: name -> number that events bear."""
+    events = sorted(events, key=lambda x: (x["ts"], -x.get("dur", 0.0)))
+    names: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": PROCESS, "tid": 0, "args": {"name": f"autopar: {title}"}}]
     for name, tid in tracks.items():
         names.append({"name": "thread_name", "ph": "M", "pid": PROCESS, "tid": tid, "args": {"name": name}})
         names.append({"name": "thread_sort_index", "ph": "M", "pid": PROCESS, "tid": tid, "args": {"sort_index": tid}})
-    return {"traceEvents": names + events, "displayTimeUnit": "ms", "otherData": {"title": title, "step_s": timeline.seconds}}
+    return {"traceEvents": names + events, "displayTimeUnit": "ms", "otherData": {"title": title, "step_s": seconds}}
 
 
 def save(timeline: Timeline, path: str | os.PathLike[str], title: str, said: Said = " x ".join) -> None:
     """Raises AutoparError where the path cannot be written."""
+    write(trace(timeline, title, said), path)
+
+
+def write(made: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Raises AutoparError where the path cannot be written."""
     try:
-        Path(path).write_text(json.dumps(trace(timeline, title, said), separators=(",", ":")) + "\n", encoding="utf-8")
+        Path(path).write_text(json.dumps(made, separators=(",", ":")) + "\n", encoding="utf-8")
     except OSError as e:
         raise AutoparError(
             f"the trace cannot be written: {e.strerror or e}",
@@ -85,6 +95,11 @@ def _complete(e: Event, tid: int, said: Said) -> dict[str, Any]:
     name = f"slowed down by {e.what.name}" if e.slowdown else f"{e.what.name} (again)" if e.what.recompute else e.what.name
     kind = "slowdown" if e.slowdown else "recompute" if e.what.recompute else e.what.serves or e.stage
     return _x(name, kind, _ns(e.start_s), _ns(e.end_s), tid, args)
+
+
+def complete(name: str, kind: str, start_s: float, end_s: float, tid: int, args: dict[str, Any]) -> dict[str, Any]:
+    """An event of a track."""
+    return _x(name, kind, _ns(start_s), _ns(end_s), tid, args)
 
 
 def _x(name: str, kind: str, start: int, end: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:

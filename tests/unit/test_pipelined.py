@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +19,8 @@ from autopar.cost import Cost
 from autopar.errors import AutoparError, LayoutError, MeshError
 from autopar.graph.mesh import Mesh
 from autopar.hardware.cluster import Cluster
-from autopar.pipeline import Times, replay, scheduled
+from autopar.pipeline import Times, scheduled
+from autopar.pipeline import replay as replayed
 from autopar.plan import schema
 from autopar.planner.cuts import cut_into, shares, stages_of
 from autopar.planner.infeasible import InfeasibleError
@@ -62,7 +66,7 @@ def test_times_are_the_replay_with_hops() -> None:
     cost = Cost(cluster, Mesh.of({"pp": 2, "dp": 2}))
     hop = cost.collective("send", cost.mesh.children("pp"), plan.pipeline.sent_bytes[0]).seconds
     lists = scheduled("1f1b", 2, 8)
-    fast = replay(lists, Times((1e-9,) * 2, (1e-9,) * 2, (hop, 0.0))).total_s
+    fast = replayed(lists, Times((1e-9,) * 2, (1e-9,) * 2, (hop, 0.0))).total_s
     assert plan.predicted["pipeline_s"] > fast > 0
     assert plan.predicted["step_time_s"] == pytest.approx(plan.predicted["pipeline_s"] + plan.predicted["optimizer_s"])
     assert alone.pipeline is None
@@ -96,6 +100,20 @@ def test_saved_and_read_again() -> None:
     with pytest.raises(AutoparError, match="a pipeline's plan has no timeline"):
         again.timeline()
     assert again.pipeline == plan.pipeline and "pipeline: interleaved, 4 stages on 2 ranks, 4 micro-batches" in again.text()
+
+
+def test_a_trace_has_a_track_for_every_rank(tmp_path: Path) -> None:
+    plan = planned(schedule="zbv", micro_batches=8)
+    assert plan.pipeline is not None
+    plan.to_perfetto(tmp_path / "trace.json")
+    made = json.loads((tmp_path / "trace.json").read_text())
+    events = [e for e in made["traceEvents"] if e["ph"] == "X"]
+    assert {e["tid"] for e in events} == {1, 2} and len(events) == 4 * 8 * 3
+    assert made["otherData"]["step_s"] == pytest.approx(plan.predicted["pipeline_s"], rel=1e-3)
+    busy = sum(e["dur"] for e in events) / 1e6
+    assert 1 - busy / (2 * made["otherData"]["step_s"]) == pytest.approx(plan.pipeline.bubble, abs=2e-3)
+    with pytest.raises(AutoparError, match="does not say what its stages take"):
+        replace(plan, pipeline=replace(plan.pipeline, forward_s=(), backward_s=(), hop_s=())).to_perfetto(tmp_path / "none.json")
 
 
 @pytest.mark.parametrize(

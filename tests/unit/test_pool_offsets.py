@@ -12,6 +12,8 @@ from torch import nn
 
 import autopar
 
+pytestmark = pytest.mark.usefixtures("one_process")
+
 
 class Pools(nn.Module):
     def __init__(self, dims: int, **how: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import LayoutError
-from autopar.pipeline import Action, Lists, Schedule, Times, filled, load, parse, replay, scheduled, verified
+from autopar.pipeline import Action, Lists, Schedule, Times, filled, load, parse, replay, scheduled, spans, verified
 from autopar.pipeline.named import NAMES
 from autopar.pipeline.schedule import KINDS
 
@@ -134,6 +134,30 @@ def test_a_list_takes_what_its_schedule_does(kind: str, p: int, groups: int) -> 
     for exposed, hop_s in product((False, True), (0.0, 0.25)):
         times = Times.even(schedule, 1.0, 2.0, hop_s, exposed)
         assert replay(schedule.lists(), times) == replay(schedule, times)
+
+
+@given(st.sampled_from(NAMES), st.integers(1, 4), st.integers(1, 6), st.data())
+def test_spans_end_when_the_replay_does(name: str, p: int, m: int, data: st.DataObject) -> None:
+    """No two of a rank at a time, none before what it reads is there, and the last ends with the step."""
+    if not fits(name, p, m):
+        return
+    lists = scheduled(name, p, m)
+    some = st.integers(1, 16).map(lambda n: n / 8)
+    forward, backward = (tuple(data.draw(st.lists(some, min_size=lists.stages, max_size=lists.stages))) for _ in range(2))
+    times = Times(forward, backward, tuple(data.draw(st.lists(some, min_size=p, max_size=p))))
+    found = spans(lists, times)
+    assert max(s.end_s for s in found) == pytest.approx(replay(lists, times).total_s)
+    ends = {(s.action.stage, s.action.kind in "BI", s.action.micro_batch): s.end_s for s in found if s.action.kind != "W"}
+    for rank in range(p):
+        mine = [s for s in found if s.rank == rank]
+        assert [s.action for s in mine] == list(lists.ranks[rank])
+        assert all(a.end_s <= b.start_s + 1e-12 for a, b in pairwise(mine))
+    for s in found:
+        a = s.action
+        if a.kind == "F" and a.stage:
+            assert s.start_s >= ends[a.stage - 1, False, a.micro_batch]
+        if a.kind in "BI" and a.stage + 1 < lists.stages:
+            assert s.start_s >= ends[a.stage + 1, True, a.micro_batch]
 
 
 seconds = st.integers(1, 16).map(lambda n: n / 8)

@@ -15,6 +15,8 @@ from autopar.capture.capture import Call, capture, off_cache
 from autopar.kernels.sinks import attention_with_sinks
 from tests.wide import cases
 
+pytestmark = pytest.mark.usefixtures("one_process")
+
 
 def by_formulas(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor, is_causal: bool, scale: float) -> Tensor:
     heads = q.shape[1] // k.shape[1]
