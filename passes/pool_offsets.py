@@ -25,6 +25,7 @@ _BACKWARD = {aten.max_pool2d_with_indices_backward.default, aten.max_pool3d_with
 
 def pool_offsets(gm: fx.GraphModule, mode: Any) -> None:
     """In place, where nothing but a backward of the pool reads its indices."""
+    changed = False
     for n in list(gm.graph.nodes):
         if n.target in _POOLS and n.meta["direction"] == "forward":
             indices = [u for u in n.users if u.target is operator.getitem and u.args[1] == 1]
@@ -32,7 +33,9 @@ def pool_offsets(gm: fx.GraphModule, mode: Any) -> None:
             args = _arguments(n, _POOLS[n.target])
             if readers and all(_is_backward_of(u, i) for i in indices for u in i.users) and _torch.pools_with_offsets(args[0], args[3]):
                 _replace(gm.graph, mode, n, args, readers)
-    gm.graph.eliminate_dead_code()
+                changed = True
+    if changed:
+        gm.graph.eliminate_dead_code()
 
 
 def _arguments(n: fx.Node, dims: int) -> tuple[list[int], list[int], list[int], list[int], bool]:
