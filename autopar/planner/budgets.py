@@ -30,12 +30,13 @@ from autopar.planner.stages import WHOLE_AXES, Stages
 from autopar.solver.frontier import Answer, Floor, Relaxation, Relaxed, pareto, trace
 from autopar.solver.model import Program
 from autopar.solver.problem import Decision, Problem
-from autopar.solver.solve import Infeasible, NoAnswer, Solution, smallest, whole
+from autopar.solver.solve import Infeasible, Limits, NoAnswer, Solution, smallest, whole
 from autopar.text.sizes import format_bytes
 
 SETS = 2  # sets of strategies whose policies are decided at one budget
 SLACK = 2e-3  # relative: a relaxation that cannot raise the bound by more is not solved
 LARGE_GAP = 0.02  # relative: an answer so far above the bound that other strategies are looked for
+QUESTIONS = 6  # about the smallest peak, each of which may take its part of the time that is left
 NODES = 10  # of a program of policies: the first few find what there is
 STEP = 0.01  # of the memory: answers nearer than this are one
 SAME = 1e-5  # of the time
@@ -108,6 +109,12 @@ class Budgets:
         self.stages.on_progress("between", time.perf_counter() - start)
         return found
 
+    @property
+    def some(self) -> Limits:
+        """For one of several questions about the smallest peak: it is for what lies between that the time is."""
+        left = self.stages.left
+        return replace(left, seconds=left.seconds / QUESTIONS)
+
     def no_slower(self, fastest: Answer[Found]) -> list[Answer[Found]]:
         """What is as fast as the fastest and needs less: asked for where the bound begins to exceed its time (it is convex: a few relaxations find that);
         and the smallest of the best cut found so."""
@@ -130,7 +137,7 @@ class Budgets:
         """The fastest of the smallest peak that is found."""
         best: tuple[float, Decision, _Set, Segments] | None = None
         for i, (mesh, f, _) in enumerate(self.wholes):
-            strategies = low_memory_strategies(f, partial(self.relaxed, i), partial(self.smallest_on, mesh))
+            strategies = low_memory_strategies(f, partial(self.relaxed, i, part=True), partial(self.smallest_on, mesh))
             if strategies is None:
                 continue
             mine = self.set_of(mesh, strategies)
@@ -237,11 +244,11 @@ class Budgets:
         if self.all_axes and found is not None:
             self.set_of(mesh, f.all_strategies(found.strategies))
 
-    def relaxed(self, i: int, budget_bytes: float) -> Relaxed | None:
+    def relaxed(self, i: int, budget_bytes: float, part: bool = False) -> Relaxed | None:
         """Of the i-th program; its strategies become a set."""
         if (i, budget_bytes) not in self.done:
             mesh, f, relaxation = self.wholes[i]
-            found = self.done[i, budget_bytes] = relaxation.at(budget_bytes, self.stages.left)
+            found = self.done[i, budget_bytes] = relaxation.at(budget_bytes, self.some if part else self.stages.left)
             if self.all_axes:
                 self.add_bound(budget_bytes, found)
             elif found is not None:
