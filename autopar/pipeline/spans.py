@@ -36,8 +36,8 @@ def spans(lists: Lists, times: Times) -> list[Span]:
                 came = 0.0
                 if a.kind != WEIGHT and not (ahead and a.stage == 0):
                     # The last stage's backward follows its own forward.
-                    key = (a.stage - 1, True, a.micro_batch) if ahead or a.stage == last else (a.stage + 1, False, a.micro_batch)
-                    key = key if ahead or a.stage < last else (a.stage, True, a.micro_batch)
+                    behind = (a.stage, True, a.micro_batch) if a.stage == last else (a.stage + 1, False, a.micro_batch)
+                    key = (a.stage - 1, True, a.micro_batch) if ahead else behind
                     if key not in made:
                         break
                     came = made[key] + lags_s[a.stage if ahead else 2 * last + 1 - a.stage]
