@@ -52,3 +52,4 @@ def attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, s
 _LIBRARY = torch.library.Library("autopar", "FRAGMENT")
 _LIBRARY.define("attention_with_sinks_v1(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor sinks, bool is_causal, float scale) -> Tensor")
 _LIBRARY.impl("attention_with_sinks_v1", attention_with_sinks, "CompositeImplicitAutograd")
+with_sinks = torch.ops.autopar.attention_with_sinks_v1.default

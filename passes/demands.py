@@ -121,16 +121,21 @@ def unmet(target: Any, args: Sequence[Any], given: Sequence[tuple[int, Order]] |
     args: tensors where the call has tensors. given: what is known of an operator that is not torch's (`ORDERS`).
     """
     d = demand_of(target)
-    out = [(i, order) for i, order in given or _orders(d, args) if not lies_in(args[i], order)]
-    if d is not None and d.alike:
-        # Kernels ask torch for the format, and torch is told it by strides, those of dims of one element too.
-        last = [i for i in d.alike if isinstance(args[i], torch.Tensor) and order_of(args[i]) != contiguous(args[i].dim())]
-        told = {i: order_of(args[i]) for i in last if not looks_last(args[i])}
-        out += [(i, order) for i, order in told.items() if i not in dict(out)]
+    alike = () if d is None else d.alike
+    out = [
+        (i, order)
+        for i, order in given or _orders(d, args)
+        if not (lies_in(args[i], order) and (i not in alike or _is_told(args[i], order)))
+    ]
     if d is not None and d.plain and (d.when is None or d.when(args)):
         found = ((i, contiguous(args[i].dim())) for i in d.plain)
         out += [(i, order) for i, order in found if args[i].stride() != strides_of(args[i].shape, order)]
     return out
+
+
+def _is_told(t: torch.Tensor, order: Order) -> bool:
+    """Whether a kernel that asks torch for the format of `t`, which lies in `order`, hears that one: torch tells it by strides, those of dims of one element too."""
+    return order == contiguous(t.dim()) or looks_last(t)
 
 
 def _orders(d: Demand | None, args: Sequence[Any]) -> list[tuple[int, Order]]:

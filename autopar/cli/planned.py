@@ -16,7 +16,7 @@ from autopar.cli import options as cli_options
 from autopar.cli.options import built
 from autopar.cli.screen import Screen
 from autopar.errors import AutoparError, MeshError
-from autopar.planner.axes import mesh_axes, refuse_unfilled
+from autopar.planner.axes import PIPELINE, mesh_axes, refuse_unfilled
 from autopar.planner.memory import LEAST, NAMES
 from autopar.text.sizes import parse_bytes
 from autopar.text.strict_json import short
@@ -70,9 +70,6 @@ PlanningMemory = Annotated[
     typer.Option("--planning-memory", help="most memory that planning may take itself: 4GB, 500MB; an error where it is not enough"),
 ]
 Gap = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="stop this close to the bound: 0.01 is one per cent")]
-
-
-PIPELINE = "pp"
 
 
 @dataclass(frozen=True)

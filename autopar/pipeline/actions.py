@@ -88,6 +88,11 @@ class Lists:
             most = max(most, held)
         return most
 
+    @cached_property
+    def most_in_flight(self) -> int:
+        """Of any rank."""
+        return max(map(self.in_flight, range(len(self.ranks))))
+
     def text(self) -> str:
         """As torch writes them."""
         return "".join(",".join(map(str, actions)) + "\n" for actions in self.ranks)

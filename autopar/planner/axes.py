@@ -11,6 +11,7 @@ from autopar.errors import MeshError
 if TYPE_CHECKING:
     from autopar.hardware.cluster import Cluster
 
+PIPELINE = "pp"  # the axis that stages of a pipeline lie along
 SHOWN = 4  # shapes of a mesh that are proposed
 
 

@@ -17,6 +17,7 @@ from autopar.errors import AutoparError, MeshError
 from autopar.graph.graph import Tensor
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Plan
+from autopar.planner.axes import PIPELINE as AXIS
 from autopar.planner.axes import mesh_axes, said
 from autopar.planner.explain import Explanation, explain_graph
 from autopar.planner.frontier import Frontier
@@ -30,7 +31,7 @@ from autopar.planner.meshes import others
 from autopar.planner.micro_batches import AUTO, checked
 from autopar.planner.offload import Offload
 from autopar.planner.over_meshes import Planner
-from autopar.planner.pipelined import AXIS, Asked
+from autopar.planner.pipelined import Asked
 from autopar.planner.planning import least_of, plan_graph, within
 from autopar.planner.precision import Precision
 from autopar.planner.progress import Progress

@@ -23,9 +23,9 @@ from autopar.errors import AutoparError, LayoutError, MeshError
 from autopar.graph.graph import Graph, Op
 from autopar.graph.mesh import Mesh
 from autopar.hardware.cluster import Cluster
-from autopar.pipeline import Lists, Times, replay, scheduled
-from autopar.plan.decisions import PipelineChoice
+from autopar.pipeline import Lists, scheduled
 from autopar.plan.plan import Plan
+from autopar.planner.axes import PIPELINE as AXIS
 from autopar.planner.axes import said
 from autopar.planner.cuts import LAYER, Cut, cut_work, free_ops, layers, of_enough, units, work_of
 from autopar.planner.infeasible import InfeasibleError
@@ -41,8 +41,6 @@ from autopar.rules.strategy import placements
 from autopar.solver.fold import Folded
 from autopar.solver.solve import Limits
 from autopar.text.times import format_time
-
-AXIS = "pp"
 
 
 @dataclass(frozen=True)
@@ -60,35 +58,19 @@ class Pipelined:
         lists = scheduled(schedule or "1f1b", axes[AXIS], micro_batches, virtual_stages)
         return Pipelined(lists, inner(axes), part_of(axes, cluster), cluster)
 
-    @property
-    def in_flight(self) -> int:
-        return max(map(self.lists.in_flight, range(len(self.lists.ranks))))
-
     def of_a_stage(self, t: Task) -> Task:
         """`t`, of a micro-batch on a stage's mesh, in a stage's part of memory."""
-        training = of_a_stage(t.training, len(self.lists.ranks), self.lists.stages, self.in_flight)
+        training = of_a_stage(t.training, len(self.lists.ranks), self.lists.stages, self.lists.most_in_flight)
         return replace(t, training=training, other=None if t.other is None else self.of_a_stage(t.other))
 
     def told(self, plan: Plan, folded: Folded, model: nn.Module) -> Plan:
         """`plan`, of all micro-batches on a stage's mesh as if that had all layers, as that of the pipeline."""
-        lists, m = self.lists, self.lists.micro_batches
         work = LayerWork.of(folded, model)
-        of_enough(work.layers, lists.stages)
-        cut = cut_work(work.layers, work.both, lists.stages)
+        of_enough(work.layers, self.lists.stages)
+        cut = cut_work(work.layers, work.both, self.lists.stages)
         sent = self.sent_bytes(plan, folded.graph, work, cut)
         forward, backward = (of_stages(cut, work.layers, half) for half in (work.forward, work.backward))
-        seconds = [
-            tuple(x / (sum(part) or 1.0) * plan.predicted.get(key, 0.0) / m for x in part)
-            for part, key in ((forward, "forward_s"), (backward, "backward_s"))
-        ]
-        hop_s = self.hop_s(sent)
-        ran = replay(lists, Times(seconds[0], seconds[1], hop_s))
-        total = sum(forward) + sum(backward) or 1.0
-        shares = tuple((f + b) / total for f, b in zip(forward, backward, strict=True))
-        choice = PipelineChoice(
-            lists.name, len(lists.ranks), lists.where, cut.stages, shares, tuple(sent), ran.bubble_rate, seconds[0], seconds[1], hop_s
-        )
-        made = of_the_pipeline(plan, choice, ran.total_s, self.in_flight)
+        made = of_the_pipeline(plan, self.lists, cut.stages, (forward, backward), sent, self.hop_s(sent))
         told = dict(made.solver)
         if "loss_head" in told:  # its figures are of the mesh alone
             told["loss_head"] = CHUNKED if is_chunked(plan) else PLAIN
@@ -250,10 +232,8 @@ class LayerWork:
                 back[of_module.get(op.module, len(captured) - 1) if at is None else at] += work_of(op)
         whole, like = in_the_whole(folded, model, captured)
         forward, backward = ([half[like[layer]] for layer in whole] for half in (ahead, back))
-        for at, of in (
-            (0, 0),
-            (-1, len(captured) - 1),
-        ):  # what comes before the layers and after them is in the first and the last that were captured
+        # What comes before the layers and after them is in the first and the last that were captured.
+        for at, of in ((0, 0), (-1, len(captured) - 1)):
             if whole and like[whole[at]] != of:
                 forward[at] += max(0.0, ahead[of] - ahead[like[whole[at]]])
                 backward[at] += max(0.0, back[of] - back[like[whole[at]]])
@@ -273,8 +253,9 @@ class LayerWork:
         for (name, i), end in last.items():
             made = ops[name].outputs[i]
             assert made is not None
+            mine = made.nbytes * shares(ops[name])[i] if end > self.unit[name] else 0.0
             for layer in range(self.unit[name], end):
-                found[layer] += made.nbytes * shares(ops[name])[i]
+                found[layer] += mine
         return found[:-1]
 
 

@@ -5,13 +5,15 @@ It was made as if the mesh ran all layers of a micro-batch. Of p ranks with d mi
     memory    state / p + (d / n) activations      where the program's row is      state' + activations'
 
 so it is made with k = n / d of the memory, and k / p of the bytes that parameters' state and gradients that wait take: what its row then says, by d / n, is the rank's memory. Times are replayed: each stage takes its share
-of forward and backward, hops take nothing.
+of forward and backward, and hops what they are said to.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from autopar.pipeline import Lists, Times, replay
 from autopar.plan.decisions import BUCKETED, PipelineChoice
 from autopar.plan.plan import Plan
 from autopar.planner.formulation.training import TrainingConfig
@@ -33,8 +35,28 @@ def of_a_stage(training: TrainingConfig, ranks: int, stages: int, in_flight: int
     )
 
 
-def of_the_pipeline(plan: Plan, choice: PipelineChoice, pipeline_s: float, in_flight: int) -> Plan:
-    """`plan`, whose figures are of the mesh alone, with those of the pipeline. pipeline_s: of all micro-batches, by the replay; 0 where the plan has no times."""
+def of_the_pipeline(
+    plan: Plan,
+    lists: Lists,
+    layers: tuple[tuple[str, ...], ...],
+    work: tuple[Sequence[float], Sequence[float]],
+    sent_bytes: Sequence[float],
+    hop_s: tuple[float, ...] = (),
+) -> Plan:
+    """`plan`, whose figures are of the mesh alone, with those of the pipeline. layers: of each stage; work: of each in forward and in backward, in any unit that is the same for both; sent_bytes:
+    of each, to the next; hop_s: what that takes, by rank; default nothing. Where the plan has no times, the bubble is that of the work."""
+    ranks, m = len(lists.ranks), lists.micro_batches
+    hop_s = hop_s or (0.0,) * ranks
+    total = sum(map(sum, work)) or 1.0
+    forward, backward = (tuple(x / total for x in half) for half in work)
+    call_s = [plan.predicted.get(key, 0.0) / m for key in ("forward_s", "backward_s")]
+    seconds = [tuple(x / (sum(half) or 1.0) * t for x in half) for half, t in zip((forward, backward), call_s, strict=True)]
+    ran = replay(lists, Times(seconds[0], seconds[1], hop_s))
+    pipeline_s, in_flight = ran.total_s, lists.most_in_flight
+    bubble = ran.bubble_rate if any(call_s) else replay(lists, Times(forward, backward, (0.0,) * ranks)).bubble_rate
+    shares = tuple(f + b for f, b in zip(forward, backward, strict=True))
+    times = (seconds[0], seconds[1], hop_s) if any(call_s) else ((), (), ())
+    choice = PipelineChoice(lists.name, ranks, lists.where, layers, shares, tuple(map(float, sent_bytes)), bubble, *times)
     p = dict(plan.predicted)
     if "step_time_s" in p and pipeline_s:
         was = p["step_time_s"]

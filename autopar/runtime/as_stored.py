@@ -23,7 +23,6 @@ class _Known:
     """Of the last gradient of a parameter."""
 
     choice: ParamChoice
-    padded: bool
     strides: tuple[int, ...]
     dtype: torch.dtype
     spec: Any
@@ -36,25 +35,17 @@ class AsStored:
 
     def gradient(self, name: str, local: torch.Tensor, choice: ParamChoice) -> DTensor:
         """local: of nobody else's."""
-        known = self._known.get(name)
-        if (
-            known is not None
-            and known.choice is choice
-            and not known.padded
-            and known.strides == local.stride()
-            and known.dtype == local.dtype
-        ):
-            return _torch.wrapped(local, known.spec)
         if choice.padded != choice.shape:
             for s in choice.storage.splits:
                 if choice.padded[s.dim] != choice.shape[s.dim]:
                     chunk = local.shape[s.dim]
                     start = self._chunk(choice.storage, s.dim) * chunk
                     local = local.narrow(s.dim, 0, max(0, min(chunk, choice.shape[s.dim] - start)))
+        known = self._known.get(name)
         if known is not None and known.choice is choice and known.strides == local.stride() and known.dtype == local.dtype:
             return _torch.wrapped(local, known.spec)
         made = _torch.dtensor(local, self.groups.device_mesh, dtensor_placements(choice.storage, self.groups.mesh), choice.shape)
-        self._known[name] = _Known(choice, choice.padded != choice.shape, local.stride(), local.dtype, _torch.dtensor_spec(made))
+        self._known[name] = _Known(choice, local.stride(), local.dtype, _torch.dtensor_spec(made))
         return made
 
     def reduced(self, local: torch.Tensor, p: Placement, choice: ParamChoice, dtype: torch.dtype) -> torch.Tensor:

@@ -429,7 +429,7 @@ class Builder:
         )
         s = replace(s, fuses=c.backend == "inductor")
         if self.pipeline is not None:
-            s = of_a_stage(s, len(self.pipeline.ranks), self.pipeline.lists.stages, self.pipeline.in_flight)
+            s = of_a_stage(s, len(self.pipeline.ranks), self.pipeline.lists.stages, self.pipeline.lists.most_in_flight)
         return s if self.cluster is None else Offload.of(request.offload, self.cluster).within(s, self.cluster)
 
     def store(self, plan: Plan) -> str:

@@ -16,10 +16,11 @@ from autopar.distributed.failures import during
 from autopar.errors import AutoparError, InputError
 from autopar.pipeline import Lists, scheduled
 from autopar.plan.plan import Plan
+from autopar.planner.axes import PIPELINE as AXIS
 from autopar.runtime.executor import EvaluationRun, Executor, Flight, Handed, TrainingRun
 from autopar.runtime.micro_batches import Counters, Part, Parted, PartedCall, whole_values
 from autopar.runtime.run import Tensors
-from autopar.runtime.stages import AXIS, Pipeline, StagedStep
+from autopar.runtime.stages import Pipeline, StagedStep
 from autopar.runtime.step import Step
 
 

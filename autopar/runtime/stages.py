@@ -30,9 +30,10 @@ from autopar.graph.placement import Placement
 from autopar.passes.shard import Sharded
 from autopar.passes.stages.cut import Stages, cut
 from autopar.passes.stages.separate import Separate, separate
-from autopar.pipeline import Lists, Times, replay
+from autopar.pipeline import Lists
 from autopar.plan.decisions import ParamChoice, PipelineChoice
 from autopar.plan.plan import Plan
+from autopar.planner.axes import PIPELINE as AXIS
 from autopar.planner.cuts import Cut, cut_into, shares, stages_of
 from autopar.planner.staged import of_the_pipeline
 from autopar.runtime.dump import Dump
@@ -41,8 +42,6 @@ from autopar.runtime.pipeline import Settings, joint
 from autopar.runtime.step import Step
 from autopar.tensors.memory_format import laid, order_of
 from autopar.tensors.owned import cut_box, local_box
-
-AXIS = "pp"
 
 
 def stage_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
@@ -156,30 +155,14 @@ class Pipeline:
         self.model = weakref.ref(model)
         _torch.norms_over(self)
 
-    @property
-    def in_flight(self) -> int:
-        """The most micro-batches that a rank holds, each of its stages' counted by itself."""
-        return max(self.lists.in_flight(r) for r in range(len(self.ranks)))
-
     def told(self, plan: Plan, step: StagedStep) -> Plan:
         """`plan`, with its stages and what the schedule makes of its times."""
         assert self.cut is not None
-        n, m = self.lists.stages, self.micro_batches
-        forward, backward = shares(step.graph, step.parts_of_program.stages, n)
+        forward, backward = shares(step.graph, step.parts_of_program.stages, self.lists.stages)
         if not any(backward):
             forward, backward = tuple(f / 3 for f in forward), tuple(2 * f / 3 for f in forward)
-        no_hops = (0.0,) * len(self.ranks)
-        bubble = replay(self.lists, Times(forward, backward, no_hops)).bubble_rate
         sent = [sum(math.prod(c.shape) * c.dtype.itemsize for c in received) for received in (*step.crossing.forward[1:], ())]
-        work = tuple(f + b for f, b in zip(forward, backward, strict=True))
-        call_s = [plan.predicted.get(k, 0.0) / m for k in ("forward_s", "backward_s")]
-        seconds = [tuple(x / (sum(part) or 1.0) * t for x in part) for part, t in zip((forward, backward), call_s, strict=True)]
-        pipeline_s = replay(self.lists, Times(seconds[0], seconds[1], no_hops)).total_s
-        times = (seconds[0], seconds[1], no_hops) if pipeline_s else ((), (), ())
-        choice = PipelineChoice(
-            self.lists.name, len(self.ranks), self.lists.where, self.cut.stages, work, tuple(map(float, sent)), bubble, *times
-        )
-        return of_the_pipeline(plan, choice, pipeline_s, self.in_flight)
+        return of_the_pipeline(plan, self.lists, self.cut.stages, (forward, backward), sent)
 
     # ---- norms of gradients (`_torch.clipping.Stage`) ------------------------------------------------------------
 
