@@ -141,7 +141,8 @@ def test_issued_and_awaited_where_the_members_were(name: str, axes: dict[str, in
     p = small(name)
     with fake_world(4):
         c = case(p, axes, layout)
-    for single, joined in ((c.single.forward, c.joined.forward), (c.single.backward, c.joined.backward)):
+        alone = overlap(c.sim.parts, "sim", c.cost, joins=False)
+    for single, joined in ((alone.forward, c.joined.forward), (alone.backward, c.joined.backward)):
         was, now = places(single), places(joined)
         assert was.keys() == now.keys()
         for n in joined.graph.nodes:
