@@ -21,14 +21,15 @@ from autopar.capture.capture import Role
 from autopar.graph.calls import OFFLOADED, is_wait, shares_storage
 from autopar.passes.ancestors import ancestors
 from autopar.passes.fused_recompute import FusedRecompute
-from autopar.passes.recompute import recomputed_calls
+from autopar.passes.recompute import recomputed_calls, staying
 from autopar.passes.shard import Sharded
 
 
 @dataclass(frozen=True)
 class Parts:
     """forward: placeholders `forward_inputs`, outputs `forward_outputs` + saved values. backward: placeholders are the saved values, then
-    `backward_inputs`; outputs `backward_outputs`. backward is None for inference."""
+    `backward_inputs`; outputs `backward_outputs`. backward is None for inference. stays: which of the saved values stay for a call's later micro-batches; later: the forward of
+    these, which takes them before all else (`autopar.passes.stay`)."""
 
     forward: fx.GraphModule
     forward_inputs: tuple[Role, ...]
@@ -37,6 +38,8 @@ class Parts:
     backward: fx.GraphModule | None
     backward_inputs: tuple[Role, ...]
     backward_outputs: tuple[Role, ...]
+    stays: tuple[int, ...] = ()
+    later: Parts | None = None
 
 
 _GRADS = ("grad", "input_grad", "sent_grad")
@@ -50,10 +53,11 @@ def partition(
     fuses: bool = False,
     pinned: frozenset[str] = frozenset(),
     gathered: frozenset[str] = frozenset(),
+    once: frozenset[str] = frozenset(),
 ) -> Parts:
     """recompute: names of ops whose results backward makes again instead of reading what forward saved. fuses: whether the halves are compiled; then what is free
     in backward's kernels is not saved (`fused_again`), but for results of `pinned` ops. gathered: parameters of which what forward gathered is saved,
-    though `reshard_after_forward`."""
+    though `reshard_after_forward`. once: those of which it stays for later calls too, also where backward does not read it."""
     gm = sharded.gm
     nodes = list(gm.graph.nodes)
     places = [n for n in nodes if n.op == "placeholder"]
@@ -63,7 +67,7 @@ def partition(
     bw_results = [(r, n) for r, n in zip(sharded.outputs, results, strict=True) if r.kind in _GRADS]
     backward_nodes = [n for n in nodes if n.op == "call_function" and n.meta["direction"] == "backward"]
     is_backward = set(backward_nodes)
-    recomputed = recomputed_calls(nodes, role_of, recompute, reshard_after_forward=reshard_after_forward, kept=gathered)
+    recomputed = recomputed_calls(nodes, role_of, recompute, reshard_after_forward=reshard_after_forward, kept=gathered | once)
     recomputed |= views_of_offloaded(nodes)
 
     wanted = [a for n in backward_nodes for a in n.all_input_nodes] + [n for _, n in bw_results if isinstance(n, fx.Node)]
@@ -73,7 +77,8 @@ def partition(
         saved, used = _crossing(wanted, is_backward, recomputed, role_of)
 
     order = {n: i for i, n in enumerate(nodes)}
-    kept = sorted(saved, key=order.__getitem__)
+    brought = staying(nodes, role_of, once) if bw_results and once else {}
+    kept = sorted(saved.keys() | {n for n, is_read in brought.items() if is_read}, key=order.__getitem__)
     forward, fw_inputs = _forward(gm, places, role_of, is_backward, [n for _, n in fw_results] + kept)
     if not bw_results:
         return Parts(forward, fw_inputs, tuple(r for r, _ in fw_results), (), None, (), ())
@@ -82,6 +87,7 @@ def partition(
     return Parts(
         forward, fw_inputs, tuple(r for r, _ in fw_results), tuple(n.name for n in kept),
         backward, tuple(role_of[n] for n in bw_places), tuple(r for r, _ in bw_results),
+        tuple(i for i, n in enumerate(kept) if n in brought),
     )  # fmt: skip
 
 

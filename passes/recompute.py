@@ -11,7 +11,7 @@ What follows from parameters alone is no matter of ops: it is made again, but fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 
 import torch
 from torch import fx
@@ -43,6 +43,18 @@ def from_parameters(
         if n not in exchanged or (gathers and n not in of_kept):
             out.add(n)
     return out | counters(nodes, role_of)
+
+
+def staying(nodes: Iterable[fx.Node], role_of: Mapping[fx.Node, Role], params: Set[str]) -> dict[fx.Node, bool]:
+    """What forward makes of `params` alone by collectives, and lays out; and of each whether anything else of forward reads it."""
+    found: dict[fx.Node, None] = {}
+    follows = {n for n, role in role_of.items() if role.kind == "coordinate" or (role.kind == "param" and role.name in params)}
+    for n in nodes:
+        if _is_forward(n) and n.all_input_nodes and all(a in follows for a in n.all_input_nodes):
+            follows.add(n)
+            if "c10d" in str(n.target) or (MOVES in n.meta and any(a in found for a in n.all_input_nodes)):
+                found[n] = None
+    return {n: any(_is_forward(u) and u not in found for u in n.users) for n in found}
 
 
 def counters(nodes: Iterable[fx.Node], role_of: dict[fx.Node, Role]) -> set[fx.Node]:

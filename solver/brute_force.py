@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from autopar.solver.evaluate import evaluate, reach, supplied_nodes, wanted_nodes
 from autopar.solver.problem import BACKWARD, FORWARD, Decision, Flow, Problem
@@ -21,21 +22,27 @@ def brute_force(problem: Problem) -> tuple[float, Decision | None]:
 
 def decisions(problem: Problem) -> Iterator[Decision]:
     """Every decision that meets its demands with no arc to spare (prices and bytes are never negative: a spare arc does not help)."""
-    flows = [
-        (v, d, f)
-        for v, value in enumerate(problem.values)
-        for d, f in ((FORWARD, value.forward), (BACKWARD, value.backward))
-        if f is not None
-    ]
     policies = [[None, *range(len(value.policies))] for value in problem.values]
     for x in itertools.product(*(range(len(c.labels)) for c in problem.choices)):
         for chosen in itertools.product(*policies):
             kept = {v: frozenset({k}) for v, k in enumerate(chosen) if k is not None}
             for rerun in _subsets(range(len(problem.reruns))):
                 bare = Decision(x, kept, frozenset(rerun))
-                sets = [[((v, d), a) for a in _least(problem, bare, v, d, f)] for v, d, f in flows]
-                for arcs in itertools.product(*sets):
-                    yield Decision(x, kept, frozenset(rerun), {k: a for k, a in arcs if a})
+                for arcs in itertools.product(*(_arcs(problem, bare, v) for v in range(len(problem.values)))):
+                    yield Decision(x, kept, frozenset(rerun), {k: a for both in arcs for k, a in both.items() if a})
+
+
+def _arcs(problem: Problem, bare: Decision, v: int) -> list[dict[tuple[int, int], frozenset[int]]]:
+    """Of one value, in both directions: what stays of forward is there in backward."""
+    value, out = problem.values[v], list[dict[tuple[int, int], frozenset[int]]]()
+    for ahead in _least(problem, bare, v, FORWARD, value.forward):
+        found = {(v, FORWARD): ahead}
+        if value.backward is None:
+            out.append(found)
+        else:
+            known = replace(bare, arcs=found)
+            out += [{**found, (v, BACKWARD): back} for back in _least(problem, known, v, BACKWARD, value.backward)]
+    return out
 
 
 def _least(problem: Problem, bare: Decision, v: int, direction: int, flow: Flow) -> list[frozenset[int]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, product
 
 from autopar.solver.problem import BACKWARD, DEVICE, FORWARD, NONE, Decision, Flow, Problem, Times
 
@@ -173,6 +173,7 @@ class _Value:
                 for i, arc in enumerate(flow.arcs):
                     to[arc.dst].append((arc.src, i))
                 self.flows.append((direction, flow, supplies, demands, to))
+        self.may_stay = any(arc.stays for arc in value.forward.arcs)
         self.choices = tuple(sorted({c for _, _, s, d, _ in self.flows for c, _ in (*s, *d)}))
 
     def seconds(self, at: Sequence[int], weights: Sequence[float]) -> float:
@@ -199,8 +200,9 @@ class _Value:
         out: dict[int, tuple[int | None, list[int]]] = {}
         unmet: list[set[int]] = []
         there: set[int] = set()
+        stay: set[int] = set()  # where backward has what forward brought there
         for direction, flow, supplies, demands, to in self.flows:
-            have, want = _nodes(supplies, at), _nodes(demands, at)
+            have, want = _nodes(supplies, at) | stay, _nodes(demands, at)
             if want <= have:
                 out[direction] = None, []
                 there |= have | want
@@ -208,13 +210,15 @@ class _Value:
             best: tuple[float, int | None, list[int], set[int]] | None = None
             kept = [n for n in sorted(there) if n in self.policies] if direction == BACKWARD else []
             some: list[int | None] = [*kept] or [None]
-            for node in some:
-                seconds, used, missing = _brought(flow, to, have | ({node} if node is not None else set()), want, weights)
+            for node, stays in product(some, (False, True) if self.may_stay and direction == FORWARD else (False,)):
+                seconds, used, missing = _brought(flow, to, have | ({node} if node is not None else set()), want, weights, stays)
                 seconds += UNMET_S * len(missing)
                 if best is None or seconds < best[0]:
                     best = seconds, None if node is None else self.policies[node], used, missing
             assert best is not None
             out[direction] = best[1], best[2]
+            if direction == FORWARD:
+                stay = {flow.arcs[i].dst for i in best[2] if flow.arcs[i].stays}
             unmet.append(best[3])
             there |= have | want
         return out, unmet
@@ -228,18 +232,22 @@ def _nodes(ends: _Ends, at: Sequence[int]) -> set[int]:
 
 
 def _brought(
-    flow: Flow, to: Mapping[int, list[tuple[int, int]]], have: set[int], want: set[int], weights: Sequence[float]
+    flow: Flow, to: Mapping[int, list[tuple[int, int]]], have: set[int], want: set[int], weights: Sequence[float], stays: bool = False
 ) -> tuple[float, list[int], set[int]]:
-    """Seconds and arcs that bring it to where it is wanted, the cheapest first, each also from where it was brought; and where none leads."""
-    have, missing, total, used = set(have), want - have, 0.0, list[int]()
+    """Seconds and arcs that bring it to where it is wanted, the cheapest first, each also from where it was brought; and where none leads. stays: by arcs that stay, which start
+    where it is, and those that take no time; else by the others."""
+    given, have, missing, total, used = have, set(have), want - have, 0.0, list[int]()
     if not have:
         return (0.0, [], missing) if missing else (0.0, [], set())
     while missing:
         best: tuple[float, int, int] | None = None
         for dst in missing:
             for src, i in to.get(dst, ()):
-                if src in have:
-                    seconds = sum(weights[a] * t for a, t in flow.arcs[i].times.items()) if weights else 0.0
+                arc = flow.arcs[i]
+                if arc.stays != stays and (arc.stays or arc.times):
+                    continue
+                if src in (given if stays and arc.times else have):
+                    seconds = sum(weights[a] * t for a, t in arc.times.items()) if weights else 0.0
                     if best is None or (seconds, i) < best[:2]:
                         best = seconds, i, dst
         if best is None:

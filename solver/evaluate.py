@@ -56,7 +56,12 @@ def evaluate(problem: Problem, decision: Decision) -> Price:
             for a in arcs:
                 pay(flow.arcs[a].times)
             wanted = wanted_nodes(problem, decision, v, direction, flow)
-            have = reach(supplied_nodes(problem, decision, v, direction, flow), wanted, flow, arcs)
+            given = supplied_nodes(problem, decision, v, direction, flow)
+            have = reach(given, wanted, flow, arcs)
+            if any(flow.arcs[a].stays and not (flow.arcs[a].src in given and flow.arcs[a].dst in wanted) for a in arcs):
+                unmet.append(f"{value.name}: stays where forward does not bring it")
+            if len({flow.arcs[a].stays for a in arcs if flow.arcs[a].times}) > 1:
+                unmet.append(f"{value.name}: stays, and is brought again")
             if not wanted <= have:
                 unmet.append(f"{value.name}: {[value.nodes[n] for n in sorted(wanted - have)]} missing, direction {direction}")
     stages = [0.0] * len(problem.stages)
@@ -82,15 +87,18 @@ def tidy(problem: Problem, decision: Decision) -> Decision:
     kept = {v: k for v, k in decision.kept.items() if not _is_met(problem, replace(decision, kept={**decision.kept, v: frozenset()}), v)}
     decision = replace(decision, kept=kept)
     arcs: dict[tuple[int, int], frozenset[int]] = {}
-    for (v, direction), used in decision.arcs.items():
+    for (v, direction), used in sorted(decision.arcs.items()):
         value = problem.values[v]
         flow = value.forward if direction == FORWARD else value.backward
         assert flow is not None
         wanted = wanted_nodes(problem, decision, v, direction, flow)
         have = supplied_nodes(problem, decision, v, direction, flow)
         for a in sorted(used, key=lambda a: (-sum(flow.arcs[a].times.values()), a)):
-            if wanted <= reach(have, wanted, flow, used - {a}):
-                used = used - {a}
+            if not wanted <= reach(have, wanted, flow, used - {a}):
+                continue
+            if flow.arcs[a].stays and not _is_met(problem, replace(decision, arcs={**decision.arcs, (v, FORWARD): used - {a}}), v):
+                continue
+            used = used - {a}
         if used:
             arcs[v, direction] = used
     return _without_spare_moves(problem, Decision(decision.strategies, decision.kept, decision.rerun, arcs))
@@ -161,10 +169,17 @@ def supplied_nodes(problem: Problem, decision: Decision, v: int, direction: int,
     out = {s.nodes[x[s.choice]] for s in flow.supplies}
     if direction == BACKWARD:
         out |= {problem.values[v].policies[k].node for k in decision.kept.get(v, ())}
+        out |= staying_nodes(problem, decision, v)
         for r in decision.rerun:
             rerun = problem.reruns[r]
             out |= {nodes[x[rerun.choice]] for value, nodes in rerun.makes if value == v}
     return out - {NONE}
+
+
+def staying_nodes(problem: Problem, decision: Decision, v: int) -> set[int]:
+    """Where backward has what forward brought there."""
+    flow = problem.values[v].forward
+    return {flow.arcs[a].dst for a in decision.arcs.get((v, FORWARD), ()) if flow.arcs[a].stays}
 
 
 def reach(have: set[int], wanted: set[int], flow: Flow, arcs: frozenset[int]) -> set[int]:

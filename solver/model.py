@@ -13,11 +13,14 @@ Constraints
     (one)     sum_s x[c,s] = 1
     (flow)    for every consumer k of a flow and every node n:
                   sum_{arcs into n} g[k] - sum_{arcs out of n} g[k] + supply(n) >= demand_k(n)
-              supply(n) = sum of x over suppliers' strategies that make n; in backward also the y[v,k] of node n and the r of operators that remake v at n.
+              supply(n) = sum of x over suppliers' strategies that make n; in backward also the y[v,k] of node n, the r of operators that remake v at n,
+                          and the e of arcs of forward to n that stay
               demand_k(n) = sum of x (or of r, for a rerun's operand) that read n.
     (start)   sum_{arcs out of n} g[k] <= supply(n) + sum of demand_j(n) of consumers j other than k
     (share)   e[f,a] >= g[f,k,a]                       with one consumer g is e itself
     (keep)    sum_k y[v,k] <= 1,  sum of y[v,k] at node n <= sum of x that make or read v at n in forward
+    (stay)    e[f,a] <= sum of x that make v where a starts,  and of x that read it where a ends, for arcs that stay
+              e[f,a] <= s[f] for them,  e[f,a] <= 1 - s[f] for others that take time
     (rerun)   r[o,s] <= x[c(o),s]
     (pair)    z[k] >= sum_s r[a,s] + sum_s r[b,s] - 1  for pair k = (a, b)
     (time)    T[t] >= sum over what runs of its time on account a of stage t
@@ -168,6 +171,7 @@ class Program:
             if value.backward is not None:
                 extra = [(policy.node, self.variable["y", v, k]) for k, policy in enumerate(value.policies)]
                 extra += [(n, self.variable["r", i, s]) for n, i, s in remade[v]]
+                extra += [(arc.dst, self.variable["e", v, FORWARD, a]) for a, arc in enumerate(value.forward.arcs) if arc.stays]
                 self.flow(v, BACKWARD, value.backward, extra, reread[v])
         self.stages = [self.add(0.0, np.inf, False, 1.0) for _ in p.stages]
         for a, account in enumerate(p.accounts):
@@ -225,6 +229,7 @@ class Program:
             self.variable["e", v, direction, a] = used[a]
             self.charge(used[a], arc.times)
             self.cost[used[a]] = TIE * 1e3 * sum(t for i, t in arc.times.items() if self.problem.accounts[i].resource != "compute")
+        self.stay(flow, used, supply, demands)
         into: dict[int, list[int]] = defaultdict(list)
         out: dict[int, list[int]] = defaultdict(list)
         for a, arc in enumerate(flow.arcs):
@@ -244,6 +249,22 @@ class Program:
                 if into[n] and out[n]:  # else the row above says it
                     others = [term for other in demands if other is not d for term in other.get(n, ())]
                     self.constrain("start", 0.0, np.inf, [*((carried[a], -1.0) for a in out[n]), *supply[n], *others])
+
+    def stay(
+        self, flow: Flow, used: list[int], supply: Mapping[int, list[tuple[int, float]]], demands: list[dict[int, list[tuple[int, float]]]]
+    ) -> None:
+        """used: variables of arcs."""
+        if not any(arc.stays for arc in flow.arcs):
+            return
+        stays = self.add(0.0, 1.0)
+        for a, arc in enumerate(flow.arcs):
+            if not arc.stays:
+                if arc.times:
+                    self.constrain("stay", -np.inf, 1.0, [(used[a], 1.0), (stays, 1.0)])
+                continue
+            self.constrain("stay", 0.0, np.inf, [(used[a], -1.0), (stays, 1.0)])
+            for there in (supply.get(arc.src, []), [term for d in demands for term in d.get(arc.dst, ())]):
+                self.constrain("stay", 0.0, np.inf, [(used[a], -1.0), *there])
 
     def rereads(self, flow: Flow, reread: list[tuple[int, tuple[int, ...]]]) -> list[dict[int, list[tuple[int, float]]]]:
         """What reruns read. Those of one choice that read at the same nodes are one consumer, that of all of them which runs; where the choice

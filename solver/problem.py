@@ -49,12 +49,15 @@ class Arc:
     """A redistribution from node `src` to node `dst`. Paid once, however many consumers share its result. It starts where the value is: where
     it is supplied, or where another consumer has it brought (no stops on the way that nobody asked for: none would be made).
 
-    way: which of several arcs between the two, that differ in times and in what they take of memory."""
+    way: which of several arcs between the two, that differ in times and in what they take of memory.
+    stays: of forward alone, from where the value is supplied to where it is read: what it brings is there in backward too. Of
+    one value all that are used stay, or none of those that take time."""
 
     src: int
     dst: int
     times: Times
     way: int = 0
+    stays: bool = False
 
 
 @dataclass(frozen=True)

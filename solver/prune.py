@@ -80,6 +80,7 @@ class _Flow:
             forward = self.value.forward
             there = {e.nodes[s] for e in (*forward.supplies, *forward.demands) for s in allowed[e.choice]}
             out |= there & {policy.node for policy in self.value.policies}
+            out |= {arc.dst for arc in forward.arcs if arc.stays and arc.dst in there}
         return out - {NONE}
 
     def wanted(self, allowed: list[set[int]]) -> set[int]:

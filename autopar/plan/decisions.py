@@ -33,7 +33,7 @@ class OpChoice:
 class ParamChoice:
     """storage: placement of parameter, gradient and optimizer state, over `padded` (the shape rounded up so that it divides);
     compute: where ops use it; keeps_gathered: what forward gathered of it stays until backward has read it, as in ZeRO-2, and is not
-    gathered again; accumulated: where gradients of micro-batches are added up, `storage` or on the way there, each reduced so far. None: where they
+    gathered again; once_a_call: what the first of a call's micro-batches gathered stays for all of them, as in ZeRO-1; accumulated: where gradients of micro-batches are added up, `storage` or on the way there, each reduced so far. None: where they
     are made, unreduced."""
 
     shape: tuple[int, ...]
@@ -44,6 +44,7 @@ class ParamChoice:
     trainable: bool = True
     keeps_gathered: bool = False
     accumulated: Placement | None = None
+    once_a_call: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,12 @@ class Decisions:
     @property
     def gathered_once(self) -> frozenset[str]:
         """Parameters of which what forward gathered stays for backward."""
-        return frozenset(n for n, c in self.params.items() if c.keeps_gathered)
+        return frozenset(n for n, c in self.params.items() if c.keeps_gathered or c.once_a_call)
+
+    @property
+    def gathered_once_a_call(self) -> frozenset[str]:
+        """Parameters of which what the first micro-batch gathered stays for all of a call, if it has several."""
+        return frozenset(n for n, c in self.params.items() if c.once_a_call and self.micro_batches > 1)
 
     @property
     def fallbacks(self) -> dict[str, int]:

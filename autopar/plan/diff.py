@@ -81,7 +81,9 @@ def _param(x: ParamChoice | None, y: ParamChoice | None) -> str:
         assert c is not None
         return f"only in the {'second' if x is None else 'first'}: {list(c.shape)} {c.dtype}, stored {placed(c.storage)}"
     trains = {True: "trained", False: "frozen"}
-    gathers = {True: "gathered once", False: "gathered again in backward"}
+    gathers = [
+        "gathered once a call" if c.once_a_call else "gathered once" if c.keeps_gathered else "gathered again in backward" for c in (x, y)
+    ]
     parts = [
         ("shape", str(list(x.shape)), str(list(y.shape))),
         ("padded to", str(list(x.padded)), str(list(y.padded))),
@@ -89,7 +91,7 @@ def _param(x: ParamChoice | None, y: ParamChoice | None) -> str:
         ("", trains[x.trainable], trains[y.trainable]),
         ("stored", *_places(x.storage, y.storage)),
         ("computed with", *_places(x.compute, y.compute)),
-        ("", gathers[x.keeps_gathered], gathers[y.keeps_gathered]),
+        ("", gathers[0], gathers[1]),
         ("", summed(x), summed(y)),
     ]
     # Of another shape, two placements may be written alike; the shape's own line says it then.

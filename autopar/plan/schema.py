@@ -58,6 +58,7 @@ class ParamModel(_Model):
     trainable: Flag = True
     keeps_gathered: Flag = False
     accumulated: PlacementModel | None = None
+    once_a_call: Flag = False
 
 
 class OpModel(_Model):
@@ -342,6 +343,7 @@ def _param(c: ParamChoice) -> dict[str, Any]:
         "storage": _placement(c.storage), "compute": _placement(c.compute), "trainable": c.trainable,
         **({"keeps_gathered": True} if c.keeps_gathered else {}),
         **({"accumulated": _placement(c.accumulated)} if c.accumulated is not None else {}),
+        **({"once_a_call": True} if c.once_a_call else {}),
     }  # fmt: skip
 
 
@@ -438,7 +440,8 @@ class _Reader:
     def param(self, c: ParamModel, where: str) -> ParamChoice:
         storage, compute = self.placement(c.storage, f"{where}.storage"), self.placement(c.compute, f"{where}.compute")
         accumulated = None if c.accumulated is None else self.placement(c.accumulated, f"{where}.accumulated")
-        out = ParamChoice(tuple(c.shape), c.dtype, tuple(c.padded), storage, compute, c.trainable, c.keeps_gathered, accumulated)
+        gathered = c.keeps_gathered, accumulated, c.once_a_call
+        out = ParamChoice(tuple(c.shape), c.dtype, tuple(c.padded), storage, compute, c.trainable, *gathered)
         self.check.param(out, where)
         return out
 

@@ -327,7 +327,7 @@ def stored(c: ParamChoice) -> str:
 
 
 def computed(c: ParamChoice) -> str:
-    return placed(c.compute) + (", gathered once" if c.keeps_gathered else "")
+    return placed(c.compute) + (", gathered once a call" if c.once_a_call else ", gathered once" if c.keeps_gathered else "")
 
 
 def summed(c: ParamChoice) -> str:

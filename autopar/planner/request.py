@@ -127,6 +127,7 @@ def training_config(
         master_bytes=wide,
         budget_bytes=budget_bytes,
         micro_batches=grad_accumulation * micro_batches,
+        in_a_row=micro_batches,
         joins=joins,
     )
 

@@ -82,6 +82,7 @@ class TrainingRun:
         self.sums: dict[str, torch.Tensor] = {}  # unreduced gradients, by the stage's own names of parameters
         self.reduced: dict[str, torch.Tensor] = {}
         self.left = {s: len(flights) for s in executor.pipeline.mine}  # backwards that are to come
+        self.stays: dict[int, list[torch.Tensor]] = {}  # by stage, what the first micro-batch gathered
         self.loss: torch.Tensor | None = None
 
     def forward(self) -> tuple[torch.Tensor]:
@@ -100,6 +101,7 @@ class TrainingRun:
             assert like is not None
             loss = self.executor.shared_out(self.loss, like, at)
         self.flights.clear()
+        self.stays.clear()
         return (loss,)
 
     def act(self, a: Action, channels: Channels) -> None:
@@ -109,7 +111,10 @@ class TrainingRun:
             values = dict(flight.values[s])
             if s > 0:
                 values |= placed("received", channels.receive(("F", s, a.micro_batch)))
-            results, saved = step.forward(values)
+            stays = self.stays.get(s)
+            results, saved = step.forward_later(values, stays) if stays else step.forward(values)
+            if step.is_gathered_once and stays is None:
+                self.stays[s] = step.staying(saved)
             given = dict(results)
             if s < last:
                 channels.send(("F", s + 1, a.micro_batch), taken(given, "sent", len(crossing.forward[s + 1])))

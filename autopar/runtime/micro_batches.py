@@ -182,20 +182,24 @@ class PartedRun(Run):
 
     def forward(self) -> tuple[torch.Tensor | None, ...]:
         self.assumed = self.guess()
+        stays: list[torch.Tensor] = []
         total: torch.Tensor | None = None
         while self.earlier:
             flight = self.earlier.pop(0)
             following = self.earlier[0].step if self.earlier else self.step
-            loss = self.one(flight, following is not flight.step)
+            loss, stays = self.one(flight, following is not flight.step, stays)
+            stays = stays if following is flight.step else []
             total = loss if total is None else total + loss
+        self.stays = stays
         return tuple(o if o is None or total is None else o + total for o in super().forward())
 
-    def one(self, flight: Flight, reduces: bool) -> torch.Tensor:
-        """Forward and backward of one micro-batch; its loss. reduces: it is the last of its size."""
+    def one(self, flight: Flight, reduces: bool, stays: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Forward and backward of one micro-batch: its loss, and what stays of it. reduces: it is the last of its size; stays: of the one before."""
         step, groups = flight.step, self.module._builder.groups
         run = Run(self.module, step, flight.values, self.diff, flight.call, self.buffers, again=True)
-        run.check = None
+        run.check, run.stays = None, stays
         loss = next(o for o in run.forward() if o is not None)
+        stays = stays or (step.staying(run.saved) if step.is_gathered_once else [])
         values = {r: v for r, v in run.values.items() if r in step.read_by_backward or r.kind == "coordinate"}
         for role in step.base.backward_inputs:
             if role.kind == "tangent":
@@ -210,7 +214,7 @@ class PartedRun(Run):
             self.reduced = {n: self.reduced[n] + t if n in self.reduced else t for n, t in found.items()}
         else:
             self.unreduced = found
-        return loss
+        return loss, stays
 
     def guess(self) -> torch.Tensor:
         """A gradient of the loss that is likely to arrive, 0-d: never zero or infinite."""

@@ -21,7 +21,7 @@ side of the plan; `autopar.runtime.build` decides between them, on one rank for 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -42,6 +42,7 @@ from autopar.passes.partition import Parts, partition
 from autopar.passes.shard import Sharded, shard
 from autopar.passes.sharding.emit import Options
 from autopar.passes.sharding.groups import group_names
+from autopar.passes.stay import later
 from autopar.plan.decisions import CollectiveUse, Decisions
 from autopar.runtime.compile_cache import CompileOnce
 from autopar.runtime.dump import Dump
@@ -148,11 +149,13 @@ def halves(sharded: Sharded, graph: Graph, plan: Decisions, groups: Groups, sett
             fuses=fuses,
             pinned=pinned,
             gathered=plan.gathered_once,
+            once=plan.gathered_once_a_call,
         )
         dump.graph("partition, forward", parts.forward)
         dump.graph("partition, backward", parts.backward)
         parts = offload(parts, s.store, s.window_of, sharded.fake_mode)
-        parts = overlap(parts, groups.prefix, s.links, s.joins)
+        after = later(parts) if parts.stays else None
+        parts = replace(overlap(parts, groups.prefix, s.links, s.joins), later=after)
     dump.graph("overlap, forward", parts.forward)
     dump.graph("overlap, backward", parts.backward)
     log.info("%d collectives, %d values saved for backward", len(sharded.collectives), len(parts.saved))

@@ -88,12 +88,14 @@ class Run:
         self.sync = module._sync.enabled
         self.number = begin(module._builder.groups)
         self.check = module._first_step(step)
+        self.stays: list[torch.Tensor] = []  # what an earlier micro-batch of the call gathered
 
     def forward(self) -> tuple[torch.Tensor | None, ...]:
         with shared(self.module._builder.groups, self.number, "forward"):
             if self.check is not None:
                 self.check.forward(self.values, self.wholes)
-            results, self.saved = self.step.forward(self.values)
+            stays, self.stays = self.stays, []
+            results, self.saved = self.step.forward_later(self.values, stays) if stays else self.step.forward(self.values)
             if self.check is not None:
                 self.check.ran(results, self.saved)
         buffers = self.buffers

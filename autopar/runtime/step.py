@@ -20,6 +20,7 @@ from autopar.graph.graph import Graph
 from autopar.graph.placement import Placement
 from autopar.passes.bucket import bucketed
 from autopar.passes.lay_out import copies
+from autopar.passes.manager import overlap
 from autopar.passes.partition import Parts
 from autopar.passes.reductions import only_gradients
 from autopar.passes.shard import Sharded, accumulated_grads
@@ -81,6 +82,7 @@ class Step:
         self._tangents: dict[int, torch.Tensor] = {}
         self.updates = any(r.kind == "buffer_update" for r in parts.forward_outputs)
         self.differentiable = frozenset(r.index for r in captured.inputs if r.kind == "tangent")  # outputs that have a gradient
+        self._later: Lowered | None = None
         self._checked: list[bool] = []  # by AUTOPAR_CHECK; shared with this step at other sizes
 
     @property
@@ -219,6 +221,40 @@ class Step:
         out = self.lowered.fn([*self.sizes, *flat])
         n = len(self.base.forward_outputs)
         return list(zip(self.base.forward_outputs, out[:n], strict=True)), list(out[n:])
+
+    @property
+    def is_gathered_once(self) -> bool:
+        """Whether something of what a micro-batch saves stays for later ones of a call."""
+        return self.base.later is not None and self.general is None
+
+    def staying(self, saved: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Of what forward saved, what later micro-batches are given."""
+        return [saved[i] for i in self.base.stays]
+
+    def forward_later(
+        self, values: Mapping[Role, torch.Tensor], stays: Sequence[torch.Tensor]
+    ) -> tuple[list[tuple[Role, torch.Tensor | None]], list[torch.Tensor]]:
+        """`forward`, without gathering what stays."""
+        lowered, strides = self.later, self.saved_strides
+        flat = [with_strides(values[r], s) for r, s in zip(self.base.forward_inputs, self.strides, strict=True)]
+        out = lowered.fn([*stays, *flat])
+        n = len(self.base.forward_outputs)
+        made, given, saved = iter(out[n:]), iter(stays), list[torch.Tensor]()
+        for i in range(len(self.base.saved)):
+            t = next(given) if i in self.base.stays else next(made)
+            saved.append(t if strides is None or strides[i] is None or not isinstance(t, torch.Tensor) else with_strides(t, strides[i]))
+        return list(zip(self.base.forward_outputs, out[:n], strict=True)), saved
+
+    @property
+    def later(self) -> Lowered:
+        """Forward of later micro-batches; backward is the same, and reads what that of the first saves, as it lies there."""
+        if self._later is None:
+            assert self.base.later is not None
+            s, strides = self.settings, self.saved_strides
+            gm = overlap(self.base.later, self.groups.prefix, s.links, s.joins).forward
+            self.dump.graph("overlap, forward of later micro-batches", gm)
+            self._later = self.lower(gm, None if strides is None else [strides[i] for i in self.base.stays])
+        return self._later
 
     def backward(
         self, saved: list[torch.Tensor], values: dict[Role, torch.Tensor], sync: bool, accumulated: bool

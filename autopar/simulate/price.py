@@ -38,6 +38,7 @@ from autopar.graph.graph import Graph, Op, Tensor
 from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
 from autopar.passes import local
+from autopar.passes.ancestors import ancestors
 from autopar.passes.overlap import inputs_of, is_ahead, is_behind
 from autopar.passes.partition import Parts
 from autopar.passes.recompute import from_parameters
@@ -113,8 +114,11 @@ def price(parts: Parts, plan: Plan, graph: Graph, cost: Cost, training: Training
         accounts[stage, resource] = accounts.get((stage, resource), 0.0) + seconds
 
     early = _early(found, plan)
+    stays = _staying(parts, plan) if training.in_a_row > 1 else {}
     for c in found:
-        seconds = c.seconds / (training.micro_batches if c.serves == "gradient" and c not in early else 1)
+        once = stays.get(c.node, 0.0) if c.serves == "parameter" else 0.0
+        seconds = c.seconds * (1 - once + once / training.in_a_row)
+        seconds /= training.micro_batches if c.serves == "gradient" and c not in early else 1
         pay(c.stage, c.resource, seconds)
         if c.blocks:
             pay(c.stage, COMPUTE, c.seconds)
@@ -128,6 +132,19 @@ def price(parts: Parts, plan: Plan, graph: Graph, cost: Cost, training: Training
     stages = {s: max((t for (stage, _), t in accounts.items() if stage == s), default=0.0) for s in STAGES}
     totals = {k: Collectives(len(v), sum(c.seconds for c in v), sum(c.wire_bytes for c in v)) for k, v in together.items()}
     return Price(sum(stages.values()), stages, accounts, totals, found)
+
+
+def _staying(parts: Parts, plan: Plan) -> dict[fx.Node, float]:
+    """Of forward's gathers, of which share of what they bring the first micro-batch of a call gathers for all."""
+    places = [n for n in parts.forward.graph.nodes if n.op == "placeholder"]
+    params = {n: r.name for n, r in zip(places, parts.forward_inputs, strict=True) if r.kind == "param"}
+    found: dict[fx.Node, float] = {}
+    for n in parts.forward.graph.nodes:
+        if is_collective(n) and is_ahead(n):
+            sizes = {params[a]: a.meta["val"].numel() for a in ancestors([n]) if a in params}
+            once = sum(size for name, size in sizes.items() if plan.params[name].once_a_call)
+            found[n] = once / max(1, sum(sizes.values()))
+    return found
 
 
 def _early(found: Sequence[Charge], plan: Plan) -> set[Charge]:

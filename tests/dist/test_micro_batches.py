@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.errors import AutoparError
+from autopar.graph.calls import is_collective
+from autopar.passes.overlap import inputs_of, is_ahead, mark
 from autopar.planner.formulation.names import moved
 from autopar.runtime.outputs import NotComputedError
 from tests.dist.launch import run
@@ -169,6 +171,51 @@ def test_reduced_before_they_are_added_up() -> None:
 def test_reduced_before_they_are_added_up_on_two_axes() -> None:
     for found in run(_all_reduced_first, 4, REDUCED_FIRST_ON_TWO_AXES, (2, 2)):
         assert max(found) < 2e-4, list(zip(REDUCED_FIRST_ON_TWO_AXES, found, strict=True))
+
+
+def _gathered_once(name: str, number: int, layout: str, sizes: tuple[int, ...], backend: str) -> float:
+    """As `_trained`, with all parameters gathered once a call, by its first micro-batch of each size."""
+    reference, batch = _built(name)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")[: len(sizes)])
+
+    def compiled(**more: Any) -> Any:
+        torch.manual_seed(SEED)
+        return autopar.compile(copy.deepcopy(reference), mesh, backend=backend, micro_batches=number, **more)
+
+    first = compiled(layout=layout)
+    first(**batch).loss.backward()
+    params = {n: dataclasses.replace(c, once_a_call=c.storage != c.compute) for n, c in first.plan.params.items()}
+    again = compiled(plan=dataclasses.replace(first.plan, params=params))
+    worst = max(trained_beside(reference, again, batch, SEED, 3).values())
+    for step in again.compiled_steps:
+        assert step.is_gathered_once and step.base.later is not None
+        marked = mark(step.base.later.forward, inputs_of(step.base.later, False))
+        assert not [n for n in marked.graph.nodes if is_collective(n) and is_ahead(n)]
+    assert any(step._later is not None for step in again.compiled_steps)
+    return worst
+
+
+GATHERED_ONCE = [("llama", 3, "fsdp", "aot_eager"), ("toy-dropout", 4, "fsdp", "inductor"), ("lora", 2, "fsdp", "aot_eager")]
+GATHERED_ONCE_ON_TWO_AXES = [
+    ("llama", 2, "fsdp+tp", "aot_eager"),
+    ("gpt2", 4, "fsdp+tp", "inductor"),
+    ("mixtral", 4, "fsdp+tp", "aot_eager"),
+]
+
+
+def _all_gathered_once(which: list[tuple[str, int, str, str]], sizes: tuple[int, ...]) -> list[float]:
+    return [_gathered_once(name, m, layout, sizes, backend) for name, m, layout, backend in which]
+
+
+def test_gathered_once_a_call() -> None:
+    for found in run(_all_gathered_once, 2, GATHERED_ONCE, (2,)):
+        assert max(found) < 2e-4, list(zip(GATHERED_ONCE, found, strict=True))
+
+
+@wide
+def test_gathered_once_a_call_on_two_axes() -> None:
+    for found in run(_all_gathered_once, 4, GATHERED_ONCE_ON_TWO_AXES, (2, 2)):
+        assert max(found) < 2e-4, list(zip(GATHERED_ONCE_ON_TWO_AXES, found, strict=True))
 
 
 def _loops(name: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from autopar.passes.partition import Parts, partition
 from autopar.passes.shard import accumulated_grads, shard
 from autopar.passes.sharding.emit import Options
 from autopar.passes.sharding.groups import group_name, group_names
+from autopar.passes.stay import later
 from autopar.plan.plan import Plan
 from autopar.planner.formulation.overlap_windows import window_of
 from autopar.planner.layout import Layout
@@ -107,14 +108,24 @@ class Simulated:
         buffers: Mapping[str, torch.Tensor],
         tensors: tuple[torch.Tensor, ...],
         seed: tuple[int, int],
+        stays: list[Any] | None = None,
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """(outputs, gradients by name, buffer updates) of one step, whole tensors in and out."""
+        """(outputs, gradients by name, buffer updates) of one step, whole tensors in and out. stays: filled with what stays for later micro-batches; of one of these, with it."""
         mesh, n = self.mesh, self.mesh.size
         values = self.values(params, buffers, tensors, seed)
         with torch.no_grad(), LocalTensorMode(n), exchanges(mesh):
-            out = fx.Interpreter(self.parts.forward).run(*[values[r] for r in self.parts.forward_inputs])
             k = len(self.parts.forward_outputs)
-            results, saved = out[:k], out[k:]
+            if stays:
+                assert self.parts.later is not None
+                given = [*stays, *(values[r] for r in self.parts.forward_inputs)]
+                out = fx.Interpreter(self.parts.later.forward).run(*given)
+                there, made = iter(stays), iter(out[k:])
+                results, saved = out[:k], [next(there if i in self.parts.stays else made) for i in range(len(self.parts.saved))]
+            else:
+                out = fx.Interpreter(self.parts.forward).run(*[values[r] for r in self.parts.forward_inputs])
+                results, saved = out[:k], out[k:]
+            if stays is not None:
+                stays[:] = [saved[i] for i in self.parts.stays]
             grads_out = ()
             if self.parts.backward is not None:
                 grads_out = fx.Interpreter(self.parts.backward).run(*saved, *[values[r] for r in self.parts.backward_inputs])
@@ -186,9 +197,16 @@ def simulated(
             group = dist.new_group(ranks)
             if 0 in ranks:
                 _torch.alias_process_group(group_name("sim", axes), group)
-    parts = partition(sharded, reshard_after_forward=plan.reshard_after_forward, recompute=plan.recompute, gathered=plan.gathered_once)
+    parts = partition(
+        sharded,
+        reshard_after_forward=plan.reshard_after_forward,
+        recompute=plan.recompute,
+        gathered=plan.gathered_once,
+        once=plan.gathered_once_a_call,
+    )
     if plan.offload:
         parts = offload(parts, STORE, window_of(p.graph, fold(p.graph).stacks), p.captured.fake_mode)
+    parts = replace(parts, later=later(parts) if parts.stays else None)
     return Simulated(p.captured, p.graph, plan, parts, mesh, sharded.collectives, accumulated_grads(p.graph, plan, reduce, storage))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -32,13 +34,14 @@ def captured(name: str) -> tuple[Prepared, dict[str, torch.Tensor]]:
     return prepare(zoo.build(2).train(), inputs, zoo.compile.get("loss_fn")), inputs
 
 
-def planned(p: Prepared, budget_bytes: float = float("inf"), layout: Layout | str | None = None) -> Planned:
+def planned(p: Prepared, budget_bytes: float = float("inf"), layout: Layout | str | None = None, micro_batches: int = 1) -> Planned:
     trainable = frozenset(n for n, q in p.model.named_parameters() if q.requires_grad)
     # Links so slow that work is not split for nothing, and gathers are what a step waits for.
     where = LINKS["even"](4)
     link = where.intra.model_copy(update={"bandwidth_Bps": where.intra.bandwidth_Bps / 50})
     where = where.model_copy(update={"intra": link})
-    return plan_graph(p.graph, MESH, where, TrainingConfig(trainable, budget_bytes=budget_bytes), Limits(0.01, 60), layout=layout)
+    training = TrainingConfig(trainable, budget_bytes=budget_bytes, micro_batches=micro_batches, in_a_row=micro_batches)
+    return plan_graph(p.graph, MESH, where, training, Limits(0.01, 60), layout=layout)
 
 
 def gathers(sim: Simulated, half: str) -> int:
@@ -80,6 +83,38 @@ def test_once_or_twice(name: str) -> None:
     assert short is None or (
         len(short.plan.gathered_once) < len(stays) and max(short.solution.price.row_bytes) <= 0.5 * (most + least) * 1.00001
     )
+
+
+@pytest.mark.parametrize("name", cases(["toy", "llama", "gpt2", "t5", "mixtral", "bert", "lora"], ["toy", "gpt2"]))
+def test_once_a_call(name: str) -> None:
+    """What the first of four micro-batches gathers stays for the others, with plenty of memory: those gather nothing, and are one device's steps. With less memory some of it is gathered
+    each time."""
+    p, inputs = captured(name)
+    each, once = planned(p, layout=SHARDED), planned(p, layout=SHARDED, micro_batches=4)
+    plan = replace(once.plan, micro_batches=4)
+    stays = plan.gathered_once_a_call
+    assert stays and not each.plan.gathered_once_a_call and stays <= plan.gathered_once
+    assert once.plan.predicted["step_time_s"] < each.plan.predicted["step_time_s"]
+    assert Plan.loads(dumps(plan)).gathered_once_a_call == stays and not once.plan.gathered_once_a_call
+    assert "gathered once a call" in str(plan) and "gathered once -> gathered once a call" in each.plan.diff(plan)
+    with fake_world(4):
+        sim = simulated(p, MESH, plan)
+        assert sim.parts.later is not None
+        gm = mark(sim.parts.later.forward, inputs_of(sim.parts.later, False))
+        assert gathers(sim, "forward") > sum(is_collective(n) and is_ahead(n) for n in gm.graph.nodes) == 0
+        held: list[Any] = []
+        for i in range(3):
+            tensors = tuple(t.roll(i, 0) for t in p.tensors)
+            outputs, grads, _ = sim.run(dict(p.model.named_parameters()), dict(p.model.named_buffers()), tensors, (3, i), held)
+            assert held
+            model = copy.deepcopy(p.model)
+            loss = one_device(model, {k: t.roll(i, 0) for k, t in inputs.items()}, (3, i))
+            loss.backward()
+            torch.testing.assert_close(outputs[0], loss.detach(), rtol=2e-6, atol=2e-6)
+            assert_equal_gradients(model, grads, False)
+    most, least = max(once.solution.price.row_bytes), max(each.solution.price.row_bytes)
+    short = planned(p, 0.5 * (most + least), SHARDED, 4) if least < 0.9 * most else None
+    assert short is None or max(short.solution.price.row_bytes) <= 0.5 * (most + least) * 1.00001
 
 
 def test_a_plan_chooses_it() -> None:

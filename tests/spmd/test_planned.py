@@ -61,7 +61,7 @@ def _planned(
 ) -> Planned:
     p, _ = captured(name, layers)
     trainable = frozenset(n for n, q in p.model.named_parameters() if q.requires_grad)
-    training = TrainingConfig(trainable, budget_bytes=budget_bytes, micro_batches=micro_batches)
+    training = TrainingConfig(trainable, budget_bytes=budget_bytes, micro_batches=micro_batches, in_a_row=micro_batches)
     return plan_graph(p.graph, dict(mesh), LINKS[links](math.prod(n for _, n in mesh)), training, limits)
 
 

@@ -75,7 +75,7 @@ def priced(
     with fake_world(devices):
         parts = overlap(simulated(p, mesh, found.plan).parts, "sim")
     trainable = frozenset(n for n, q in p.model.named_parameters() if q.requires_grad)
-    training = TrainingConfig(trainable, micro_batches=micro_batches)
+    training = TrainingConfig(trainable, micro_batches=micro_batches, in_a_row=micro_batches)
     return found, price(parts, found.plan, p.graph, cost_of(name, axes, links), training, "sim"), parts
 
 
@@ -155,6 +155,7 @@ def test_price_of_one_of_four_micro_batches() -> None:
     found, got, _ = priced("gpt2", "dp=2,tp=2", micro_batches=4)
     want = found.plan.predicted["step_time_s"]
     assert abs(got.step_time_s - want) <= EXACT * want, f"{got}\npredicted {found.plan.predicted}"
+    assert any(c.once_a_call for c in found.plan.params.values())
     assert want < priced("gpt2", "dp=2,tp=2")[0].plan.predicted["step_time_s"]
 
 

@@ -10,7 +10,8 @@ import pytest
 from ortools.math_opt.python import mathopt
 
 from autopar.solver.brute_force import brute_force
-from autopar.solver.evaluate import evaluate
+from autopar.solver.descent import Descent, descend
+from autopar.solver.evaluate import evaluate, tidy
 from autopar.solver.model import TIE, Options, Program
 from autopar.solver.problem import (
     DEVICE,
@@ -162,6 +163,61 @@ def _with_gradients(problem: Problem, seed: int) -> Problem:
     less = [(("e", v, 1, a), -sizes[arc.src] / 2) for a, arc in enumerate(arcs) if arc.way]
     rows = tuple(replace(row, terms=_summed([*row.terms, *held, *less])) for row in problem.rows)
     value = Value("gradient", ("0", "1", "2"), Flow((), (), ()), Flow(arcs, (supply,), (demand,)))
+    return replace(problem, values=(*problem.values, value), rows=rows, budget_bytes=problem.budget_bytes + 1e9)
+
+
+def test_parameters_that_stay_equal_brute_force() -> None:
+    """Parameters that every micro-batch gathers, or the first one for all: same optimum, with memory and without, also of what pruning leaves; and no answer without a solver is
+    faster, or lacks something."""
+    stay = both = 0
+    for seed in range(200):
+        problem = _with_parameters(random_problem(seed), seed)
+        v = len(problem.values) - 1
+        best, decision = _checked(problem, seed)
+        free = replace(problem, budget_bytes=1e18, limits=())
+        least, _ = brute_force(free)
+        lower = sum(min(t.get(a, 0.0) for t in c.times) for c in problem.choices for a in (0, 2))
+        assert brute_force(prune(free, lower, least * (1 + 1e-9)))[0] == pytest.approx(least), seed
+        d = Descent(replace(free, rows=()))
+        for at in descend(d.problem):
+            price = evaluate(d.problem, d.decision(at))
+            assert not price.unmet and price.objective_s >= least - 1e-9, seed
+        if decision is None:
+            continue
+        used = {problem.values[v].forward.arcs[a].stays for a in decision.arcs.get((v, 0), ())}
+        tidied = tidy(problem, decision)
+        assert evaluate(problem, tidied).feasible and evaluate(problem, tidied).objective_s <= best + 1e-9
+        stay, both = stay + (used == {True}), both + (False in used)
+    assert stay >= 20 and both >= 20, (stay, both)
+
+
+def test_what_stays_has_been_there() -> None:
+    """Backward has of forward only what an arc brought from where the value was, to where forward read it."""
+    choices = (Choice("a", ("",), ({},)), Choice("b", ("",), ({},)))
+    arcs = tuple(Arc(i, j, {0: 0.1}, stays=True) for i in range(3) for j in range(3) if i != j)
+    account, end = (Account(0, "compute"), Account(1, "compute")), (End(0, (0,)),)
+    forward = Flow(arcs, end, (End(1, (1,)),))
+    backward = Flow((Arc(0, 2, {1: 5.0}), Arc(1, 2, {1: 1.0})), end, (End(1, (2,)),))
+    problem = Problem(("forward", "backward"), account, choices, (Value("v", ("0", "1", "2"), forward, backward),))
+    found = solve(problem, EXACT)
+    assert isinstance(found, Solution) and found.objective_s == pytest.approx(brute_force(problem)[0]) == pytest.approx(1.1)
+
+
+def _with_parameters(problem: Problem, seed: int) -> Problem:
+    """With a value that a choice stores at one of three nodes, in forward and backward, and others read in both. What forward brings may stay for all of four micro-batches, in memory
+    throughout, or until backward."""
+    g = random.Random(seed)
+    sizes, v = [g.uniform(0.5e9, 3e9) for _ in range(3)], len(problem.values)
+    supply, again = _end(g, problem.choices, 3), _end(g, problem.choices, 3, True)
+    reads = tuple(_end(g, problem.choices, 3, True) for _ in range(g.randint(1, 2)))
+    often = _arcs(g, 3, 0)
+    arcs = tuple(a for arc in often for a in (arc, replace(arc, times={k: t / 4 for k, t in arc.times.items()}, stays=True)))
+    held = [(("e", v, 0, a), sizes[arc.dst]) for a, arc in enumerate(arcs) if arc.stays]
+    kept = [(("y", v, k), sizes[k] / 2) for k in range(3)]
+    rows = tuple(replace(row, terms=_summed([*row.terms, *held, *kept])) for row in problem.rows)
+    value = Value(
+        "parameter", ("0", "1", "2"), Flow(arcs, (supply,), reads), Flow(_arcs(g, 3, 1), (supply,), (again,)), tuple(map(Policy, range(3)))
+    )
     return replace(problem, values=(*problem.values, value), rows=rows, budget_bytes=problem.budget_bytes + 1e9)
 
 

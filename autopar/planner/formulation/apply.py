@@ -43,13 +43,15 @@ def apply(
         if rule.is_heavy and idle > 1:
             repeats[op.name] = float(idle)
     params, summed = {}, _summed_at(problem, names, decision)
+    stay = {v for v, _, arc in used_arcs(problem, decision) if arc.stays}
     for name, t in graph.params.items():
         rep = q.tensor_rep[folded.tensor_rep[t.name]]
         choice, options = names.storage[rep]
         o = options[x[choice]]
         read = _read_at(problem, names, decision, rep, t.shape)
-        keeps = names.value_of[rep] in decision.kept
-        params[name] = ParamChoice(t.shape, t.dtype, o.padded, o.placement, read, name in training.trainable, keeps, summed.get(rep))
+        v = names.value_of[rep]
+        gathered = v in decision.kept, summed.get(rep), v in stay
+        params[name] = ParamChoice(t.shape, t.dtype, o.padded, o.placement, read, name in training.trainable, *gathered)
     data = names.input_options[x[names.inputs]]
     outputs = tuple(Placement.of(()) if not n else representable(Placement.of(graph.tensors[n].shape), mesh) for n in graph.outputs)
     at = {

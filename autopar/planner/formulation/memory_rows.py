@@ -300,12 +300,22 @@ class Rows:
             first = self.life.windows.issued(first) if tensor in self.program.param_of else first
             if any(arc.times for arc in flow.arcs):
                 self.add((BROUGHT, v, direction, 0), 1.0, first, last)
+            self.staying(v, tensor, first, last)
         if tensor in self.program.params_of_grad and value.backward is not None and any(arc.times for arc in value.backward.arcs):
             self.add((BROUGHT, v, 1, 1), 1.0, max([made, *users[1]]) + 1, self.life.windows.awaited(made))
         if value.backward is not None and tensor in self.life.written_by_recompute and users[1]:
             for i, nodes in self.life.remade[v]:
                 for s, n in enumerate(nodes):
                     self.add(("r", i, s), size[n], min(users[1]), max(users[1]))
+
+    def staying(self, v: int, tensor: str, first: int, last: int) -> None:
+        """What the first micro-batch gathered of a parameter: there in all of them. first, last: where it is counted as brought."""
+        times, share, size = self.program.q.tensor_times[tensor], self.f.training.accumulated_share, self.life.sizes(v)
+        for a, arc in enumerate(self.problem.values[v].forward.arcs):
+            if arc.stays:
+                key: Key = ("e", v, 0, a)
+                self.always.plain.append((self.columns.of(key), 0, self.life.end - 1, times * share * size[arc.dst]))
+                self.add(key, -size[arc.dst], first, last)
 
     def is_cast(self, param: str) -> bool:
         """Whether it is stored in another precision than it is computed with."""

@@ -18,6 +18,7 @@ class TrainingConfig:
     fuses: whether memory-bound neighbours become one kernel, as Inductor makes it.
     counts: whether memory is counted; where any would do, its rows are half of the work.
     keeps_gathered: whether what forward gathers of a parameter may stay until backward has read it, as in ZeRO-2, and need not be gathered again.
+    in_a_row: micro-batches that are run in one call; what the first one gathers may stay for all of them, as in ZeRO-1.
     joins: whether small collectives of parameters and gradients that are needed together are one (`autopar.passes.bucket`), which pays its latency once.
     """
 
@@ -38,6 +39,7 @@ class TrainingConfig:
     counts: bool = True
     keeps_gathered: bool = True
     joins: bool = False
+    in_a_row: int = 1
 
 
 def optimizer_s(cost: Cost, training: TrainingConfig, elements: float) -> float:

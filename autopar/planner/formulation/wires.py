@@ -183,6 +183,9 @@ class Wires:
                     sent = self.sent(places[src], places[dst], itemsize, found)
                     if sent is not None:
                         out.append(Arc(src, dst, self.times(sent, w, stage)))
+                        if w.gathered and stage == 0 and sent and self.training.keeps_gathered and self.training.in_a_row > 1:
+                            once = {a: t / self.training.in_a_row for a, t in out[-1].times.items()}
+                            out.append(Arc(src, dst, once, stays=True))
                         if w.reduces and stage == 1 and self.training.micro_batches > 1:
                             out += self.early(w, out[-1], places)
         return tuple(out)

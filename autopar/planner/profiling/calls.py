@@ -52,7 +52,7 @@ class Calls:
             steps = [(k, s) for k, s in enumerate(f.names.steps(v, arc), 1) if s.kind != "slice"]
             early = sum(k <= arc.way for k, _ in steps)
             for tensor in self.q.members[problem.values[v].name] if steps else ():
-                self._brought(v, direction, tensor, [(s.kind, s.axes, s.wire_bytes(f.mesh, 1)) for _, s in steps], early)
+                self._brought(v, direction, tensor, [(s.kind, s.axes, s.wire_bytes(f.mesh, 1)) for _, s in steps], early, arc.stays)
         for v, kept in decision.kept.items():
             for k in kept:
                 for tensor in self.q.members[problem.values[v].name] if problem.values[v].policies[k].medium != DEVICE else ():
@@ -155,8 +155,10 @@ class Calls:
 
     # ---- what is brought and moved -----------------------------------------------------------------------------------
 
-    def _brought(self, v: int, direction: int, tensor: str, steps: list[tuple[str, tuple[str, ...], float]], early: int) -> None:
-        """early: how many of the steps a gradient takes in every micro-batch."""
+    def _brought(
+        self, v: int, direction: int, tensor: str, steps: list[tuple[str, tuple[str, ...], float]], early: int, stays: bool
+    ) -> None:
+        """early: how many of the steps a gradient takes in every micro-batch; stays: the first of a call takes them for all."""
         f, life, wire = self.f, self.life, self.f.wires[self.problem.values[v].name]
         home, itemsize = self.places.home(tensor), f.names.itemsize[self.problem.values[v].name]
         users = life.users(tensor, ("forward", "backward")[direction])
@@ -172,7 +174,8 @@ class Calls:
         elif wire.overlaps and tensor in self.program.param_of and (reads := users or self._read_again(tensor)):
             first = min(reads)
             name, at = self.program.param_of[tensor], self.places.spot(home, life.windows.issued(first), AHEAD, -1)
-            self._collectives(home, self._leaf(name, home), "parameter", sized, at, self.places.spot(home, first, READ), companies)
+            read = self.places.spot(home, first, READ)
+            self._collectives(home, self._leaf(name, home), "parameter", sized, at, read, companies, stays=stays)
         else:
             maker = self.program.by_name.get(tensor.split(".")[0])
             said = self._maker(maker, home) if maker is not None else self._leaf(self.program.param_of.get(tensor, tensor), home)
@@ -215,10 +218,11 @@ class Calls:
         wait: Spot | None = None,
         companies: tuple[Company, ...] = (),
         early: int = 0,
+        stays: bool = False,
     ) -> None:
-        """companies: what it is joined with in one bucket; early: so many of a gradient's steps are taken in every micro-batch."""
+        """companies: what it is joined with in one bucket; early: so many of a gradient's steps are taken in every micro-batch; stays: they are taken once in a call."""
         for k, (kind, axes, sent) in enumerate(steps):
-            often = self.f.training.micro_batches if serves == "gradient" and k >= early else 1
+            often = self.f.training.micro_batches if serves == "gradient" and k >= early else self.f.training.in_a_row if stays else 1
             c = shared(self.f.cost, kind, axes, sent, companies)
             self._emit(home, What(kind, module, c.link, self._stack(home), serves, axes), c.seconds / often, sent, at, wait)
 

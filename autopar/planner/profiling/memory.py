@@ -68,9 +68,9 @@ class Memory(Rows):
         self.workspace()
         during = self._again()
         names = list(self.columns.index)
-        for k, first, last, nbytes in self.always.plain:  # what `accumulated` adds by itself
+        for k, first, last, nbytes in self.always.plain:  # what `accumulated` and `staying` add by themselves
             if self.on(names[k]):
-                self._hold(GRADIENTS, nbytes, first, last)
+                self._hold(GATHERED if names[k][:1] == ("e",) and names[k][2] == 0 else GRADIENTS, nbytes, first, last)
         found = self._samples(step, during), self._growths()
         if self.f.training.micro_batches > 1:
             # Of the calls for one step of the optimizer the last reduces gradients, the others add to them: the one that needs more is shown.
