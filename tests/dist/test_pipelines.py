@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tests.dist.launch import run
 from tests.dist.test_planned import _cluster
 from tests.dist.trained import trained_beside
 from tests.models import ZOO
-from tests.wide import cases
+from tests.wide import cases, wide
 
 BATCH, SEQ, SEED = 8, 16, 3
 LAYERS = 4
@@ -126,6 +127,29 @@ def test_equals_one_device(which: str) -> None:
         # Every parameter is somewhere, and no rank has all.
         assert {n for r in ranks for n in r["has"]} == set(ranks[0]["all"]), case
         assert all(len(r["has"]) < len(r["all"]) for r in ranks), case
+
+
+def _gathered_once(name: str, schedule: str) -> dict[str, Any]:
+    """With every parameter gathered by a stage's first micro-batch, for all of them."""
+    reference, batch = built(name, LAYERS)
+    mesh = {"pp": 2, "dp": 2}
+    how: dict[str, Any] = {"micro_batches": 4, "schedule": schedule, "backend": "aot_eager"}
+    first = autopar.compile(copy.deepcopy(reference), mesh, layout="fsdp", **how)
+    first(**batch).loss.backward()
+    params = {n: dataclasses.replace(c, once_a_call=c.storage != c.compute) for n, c in first.plan.params.items()}
+    torch.manual_seed(SEED)
+    again = autopar.compile(copy.deepcopy(reference), mesh, plan=dataclasses.replace(first.plan, params=params), **how)
+    worst = trained_beside(reference, again, batch, SEED, 3)
+    steps = again.compiled_steps
+    return {**worst, "later": [step._later is not None for step in steps if step.is_gathered_once], "steps": len(steps)}
+
+
+@wide
+@pytest.mark.parametrize(("name", "schedule"), [("gpt2", "interleaved"), ("llama", "zbv")])
+def test_gathered_once_a_call(name: str, schedule: str) -> None:
+    for found in run(_gathered_once, 4, name, schedule):
+        assert max(found[k] for k in ("loss", "gradients", "parameters")) < 2e-4, found
+        assert found["later"] and all(found["later"]), found
 
 
 def _by_a_plan(path: str, layers: int) -> dict[str, Any]:
