@@ -22,6 +22,7 @@ from autopar._torch.nodes import line_of, value_of
 from autopar._torch.regions import open_regions
 from autopar._torch.symbols import TracedSizes
 from autopar._torch.tokens import EffectError, without_tokens
+from autopar._torch.views_in_place import views_out_of_place
 
 pytree = torch.utils._pytree
 
@@ -49,6 +50,7 @@ def export_joint(
         _restore_state_dict(module, gm)
         _separate_outputs(gm)
         open_regions(gm, itertools.count(), None)
+        views_out_of_place(gm)
         joint = aot_export_joint_with_descriptors(stack, gm, inputs, decompositions=_early_decompositions())
     g = joint.graph_module
     _refuse_unknown_sizes(g)  # of backward's: the gradient of x[mask] = y

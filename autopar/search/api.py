@@ -43,12 +43,13 @@ def search(
     progress: Callable[[Progress], None] | None = None,
     cache: str | Path | None = None,
     in_subprocess: bool = False,
+    below_s: float = math.inf,
 ) -> list[Ranked]:
     """The `top_k` fastest layouts of a step of `model` that fit, the best first. Nothing is computed, the model may lie on the meta device.
 
     inputs, runtime, precision, optimizer: as `autopar.predict` has them, whose answer to each layout comes with it. memory: bytes that a device may use; default what
     it has, less a reserve. options: what is tried (`Space`), such as {"cp": [1], "recompute": ["none", "full"]}. progress: called with a `Progress`. cache: a file that
-    keeps what was solved; a search that was interrupted goes on with it. in_subprocess: as `autopar.plan` has it.
+    keeps what was solved; a search that was interrupted goes on with it. in_subprocess: as `autopar.plan` has it. below_s: layouts that take as long are not wanted; there may be none then.
 
     No layout of the space is better than the first, none that is not in the list better than the last (`autopar.search.bounds` has the proof). Layouts that differ in
     ZeRO's level or offload alone are one, the fastest of them.
@@ -72,8 +73,8 @@ def search(
     micros = MicroBatches(model, inputs, where, how, loss_fn, precision, Cache(cache), in_subprocess)
     bounds = Bounds(space, where, how, optimizer, budget_bytes)
     prices = Prices(bounds, type(model).__name__, global_batch, tokens_of(inputs), precision)
-    found = BestFirst(space, bounds, prices, micros, top_k, progress or (lambda p: None)).run()
-    if not found:
+    found = BestFirst(space, bounds, prices, micros, top_k, progress or (lambda p: None), below_s).run()
+    if not found and math.isinf(below_s):
         raise InfeasibleError(
             constraint=f"no layout of {type(model).__name__} on {where.name} keeps to {format_bytes(budget_bytes)} a device",
             shortfall_bytes=int(bounds.short_bytes) if math.isfinite(bounds.short_bytes) else 0,

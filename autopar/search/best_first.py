@@ -30,7 +30,7 @@ Node = tuple[float, int, Shape | Family, bool]  # bound, its number, what, wheth
 
 @dataclass
 class BestFirst:
-    """micros: captures and solves micro-batches."""
+    """micros: captures and solves micro-batches; below_s: no layout that takes as long is wanted."""
 
     space: Space
     bounds: Bounds
@@ -38,6 +38,7 @@ class BestFirst:
     micros: MicroBatches
     top_k: int
     on_progress: Callable[[Progress], None]
+    below_s: float = math.inf
     found: list[Ranked] = field(default_factory=list)
     priced: int = 0
     pruned: int = 0
@@ -85,7 +86,8 @@ class BestFirst:
     @property
     def limit_s(self) -> float:
         """What a layout must not exceed to be among the best."""
-        return self.found[self.top_k - 1].prediction.step_time_s if len(self.found) >= self.top_k else math.inf
+        known_s = self.found[self.top_k - 1].prediction.step_time_s if len(self.found) >= self.top_k else math.inf
+        return min(known_s, self.below_s)
 
     @property
     def best(self) -> list[Ranked]:
@@ -128,7 +130,7 @@ class BestFirst:
         assert pieces is not None
         self.priced += 1
         done = self.prices.best(pieces, family)
-        if done is not None:
+        if done is not None and done.prediction.step_time_s < self.below_s:
             self.found = sorted([*self.found, done], key=Ranked.order)[: self.top_k]
         self.report("pricing")
 
