@@ -41,7 +41,7 @@ __all__ = [
 _WHERE = {
     "AutoparError": "errors", "Cluster": "hardware.cluster", "Elastic": "elastic.options", "Layout": "planner.layout", "Offload": "planner.offload", "ParallelModule": "runtime.module",
     "Plan": "plan.plan", "Precision": "planner.precision", "Prediction": "predict", "compile": "api", "explain": "planner.offline",
-    "must_recompute": "capture.tags", "must_save": "capture.tags", "plan": "planner.offline", "predict": "predict", "search": "search",
+    "must_recompute": "capture.tags", "must_save": "capture.tags", "plan": "search.everywhere", "predict": "predict", "search": "search",
     "from_pretrained": "integrations.pretrained", "monitor": "watch.monitor", "monitor_callback": "integrations.callback", "strategy": "integrations.fabric", "trainer": "integrations.trainer",
 }  # fmt: skip
 

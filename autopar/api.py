@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -26,11 +27,12 @@ from autopar.runtime.config import Config
 from autopar.runtime.micro_batches import checked as checked_number
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.staged_calls import mesh_of, schedule_of
+from autopar.search.of_devices import best_for, checked_mesh
 
 
 def compile(
     model: nn.Module,
-    mesh: DeviceMesh | tuple[int, ...] | Mapping[str, int] | None = None,
+    mesh: DeviceMesh | tuple[int, ...] | Mapping[str, int] | str | None = None,
     *,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     example_inputs: Mapping[str, object] | tuple[object, ...] | None = None,
@@ -57,7 +59,8 @@ def compile(
 ) -> ParallelModule:
     """Makes `model` train on `mesh` as it would on one device.
 
-    mesh: a DeviceMesh, or axis sizes ((2, 4) or {"dp": 2, "tp": 4}); default: the given plan's, else all processes on one axis.
+    mesh: a DeviceMesh, or axis sizes ((2, 4) or {"dp": 2, "tp": 4}); default: the given plan's, else all processes on one axis. "auto": as is
+        fastest for example_inputs, whose batch is all ranks': axes, a pipeline if that pays, and micro_batches where nothing is said of them.
     loss_fn: `loss_fn(model(*inputs), target)`; the call is then `model(*inputs, target=...)` or `model(*inputs, target)` and returns the loss.
     example_inputs: arguments of a first call (a dict of keywords, or a tuple), to compile at once instead of at the first step.
     inputs: "global": every rank passes the same whole batch; "local": its own part, the `data_rank`-th of `data_world`. Those two are known at
@@ -119,6 +122,13 @@ def compile(
         raise AutoparError("layout= and plan= both say how to split the model", fix="pass one of them, or neither to have it planned")
     request = PlanRequest.of(plan, memory, cluster, options, offload)
     number = checked_number(micro_batches, outputs, layout is not None, None if request.plan is None else request.plan.micro_batches)
+    if isinstance(mesh, str):
+        checked_mesh(mesh, {"layout": layout, "plan": plan, "schedule": schedule, "virtual_stages": virtual_stages, "elastic": elastic})
+        made = best_for(
+            model, example_inputs, _device_mesh(None), inputs=inputs, loss_fn=loss_fn, cluster=cluster, precision=precision, optimizer=optimizer, memory=memory,
+            offload=offload, options=options, micro_batches=1 if outputs == "all" else micro_batches, grad_accumulation=grad_accumulation, loss_head=loss_head,
+        )  # fmt: skip
+        request, number, mesh = replace(request, plan=made), made.micro_batches, None
     if mesh is None and request.plan is not None:
         mesh = mesh_of(request.plan)
     device_mesh = _device_mesh(mesh)

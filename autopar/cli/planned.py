@@ -135,7 +135,8 @@ class Step:
         with Screen("planning") as on_progress:
             module, shapes = built(self.model, self.layers, self.batch, self.seq)
             # Imported when it is needed: it brings the solver with it.
-            does: Callable[..., Any] = getattr(importlib.import_module("autopar.planner.offline"), verb)
+            room = "autopar.search.everywhere" if verb == "plan" else "autopar.planner.offline"
+            does: Callable[..., Any] = getattr(importlib.import_module(room), verb)
             if cli_options.alone:
                 gc.freeze()  # modules stay: nobody looks through them for garbage, not even in the end
             on_progress("imports and configuration", time.perf_counter() - start)

@@ -30,7 +30,7 @@ class Space:
 
     tp: powers of two and divisors, up to a node's devices. cp: powers of two up to a node's devices that divide the sequence. pp: divisors of the devices and of the layers.
     virtual: all that deal the layers evenly, but for the first and the last stage, which may have one less. micro_batch: 1 to 8. offload: whether
-    activations may be kept in host memory. sequence_parallel: None is as is fastest.
+    activations may be kept in host memory. sequence_parallel: None is as is fastest. idle: whether devices may be left without work.
     """
 
     tp: tuple[int, ...] | None = None
@@ -42,6 +42,7 @@ class Space:
     recompute: tuple[str, ...] = RECOMPUTE
     offload: bool = True
     sequence_parallel: tuple[bool | None, ...] = (None,)
+    idle: bool = True
 
     def __post_init__(self) -> None:
         for name in ("tp", "cp", "pp", "virtual", "micro_batch"):
@@ -64,7 +65,7 @@ class Space:
             raise LayoutError(
                 f"{', '.join(sorted(odd))} cannot be restricted", where="options", fix=f"use {', '.join(f.name for f in fields(Space))}"
             )
-        sizes: dict[str, Any] = {k: v if k == "offload" else tuple(v) for k, v in given.items()}
+        sizes: dict[str, Any] = {k: v if k in ("offload", "idle") else tuple(v) for k, v in given.items()}
         return Space(**sizes)
 
 
@@ -116,7 +117,7 @@ def shapes(space: Space, cluster: Cluster, global_batch: int, tokens: int, layer
                         continue
                     for dp in dps:
                         n = tp * cp * pp * dp
-                        if n <= size and (n <= node or n % node == 0):
+                        if (n == size if not space.idle else n <= size) and (n <= node or n % node == 0):
                             for sp in space.sequence_parallel if tp > 1 else (None,):
                                 yield Shape(b, tp, cp, pp, dp, global_batch // b // dp, sp)
 

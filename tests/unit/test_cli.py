@@ -41,7 +41,7 @@ def file(tmp_path: Path) -> str:
 
 @pytest.fixture
 def planning(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
-    """Replaces autopar.planner.offline; returns the list of what it will have been called with."""
+    """Replaces what plans; returns the list of what it will have been called with."""
 
     def replace(raises: BaseException | None = None) -> list[Any]:
         calls: list[Any] = []
@@ -57,7 +57,8 @@ def planning(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
             plan(*args, **kwargs)
             return Explanation("costs", "because", 1.0, 2.0)
 
-        monkeypatch.setitem(sys.modules, "autopar.planner.offline", types.SimpleNamespace(plan=plan, explain=explain))
+        monkeypatch.setitem(sys.modules, "autopar.planner.offline", types.SimpleNamespace(explain=explain))
+        monkeypatch.setitem(sys.modules, "autopar.search.everywhere", types.SimpleNamespace(plan=plan))
         return calls
 
     return replace

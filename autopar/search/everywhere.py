@@ -1,0 +1,149 @@
+"""`autopar.plan`: where no mesh is asked for, pipelines are among what is chosen from.
+
+    1. the best plan without a pipeline                                   (`autopar.planner.offline`, over the cluster's meshes)
+    2. hand layouts with a pipeline that are faster, by the same prices   (`autopar.search`, best first, with the plan's time as what is to be beaten)
+    3. of the best of them the mesh, the stages, the schedule and the number of micro-batches: planned, with free choice of all else
+
+So no hand layout with a pipeline is faster than the answer, but for those of which there was no time to look, which it says. The second is left out where it could save little: a plan
+takes no longer than its work, what it makes again for want of memory, and what communication adds; a pipeline takes nothing away but of the last two.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import AutoparError
+from autopar.graph.graph import Tensor
+from autopar.hardware.cluster import Cluster
+from autopar.plan.plan import Plan
+from autopar.planner import offline
+from autopar.planner.axes import PIPELINE, said
+from autopar.planner.infeasible import InfeasibleError
+from autopar.planner.memory import Memory
+from autopar.planner.meshes import SAME, may_be_better
+from autopar.planner.micro_batches import AUTO
+from autopar.planner.request import limits_of
+from autopar.planner.storage import batch_size
+from autopar.planner.task import shapes_of
+from autopar.search.api import search
+from autopar.search.result import Ranked
+from autopar.text.times import format_time
+
+TRIED = 3  # meshes and schedules of the hand layouts that are faster
+PAYS = 60.0 / 5000  # seconds of a step, which a minute of planning is worth: as much is saved in so many steps
+AGAIN = 0.25  # of a step at most, that making again for want of memory takes: forward is a third of it
+TOLD = "pipelines"  # of a plan's solver: what was tried
+
+Inputs = Mapping[str, torch.Tensor | Sequence[int]]
+
+
+def plan(model: nn.Module, inputs: Inputs, cluster: str | Cluster, mesh: str | Mapping[str, int] | None = None, **how: Any) -> Plan:
+    if mesh is not None or not _is_free(how):
+        return offline.plan(model, inputs, cluster, mesh, **how)
+    began, where = time.perf_counter(), Cluster.of(cluster)
+    best: Plan | None = None
+    lacking: InfeasibleError | None = None
+    try:
+        best = offline.plan(model, inputs, where, **how)
+    except InfeasibleError as e:
+        lacking = e
+    took_s, limits = time.perf_counter() - began, limits_of(how.get("options"))
+    if where.size == 1 or (best is not None and may_save_s(best) < PAYS):
+        return _or_raise(best, lacking)
+    if not limits.in_proportion and best is not None and limits.seconds - took_s < took_s:
+        return told(best, "not tried, for want of time")
+
+    def late() -> bool:
+        return not limits.in_proportion and time.perf_counter() - began > limits.seconds
+
+    try:
+        found = faster(model, inputs, where, best, how)
+    except InfeasibleError:
+        return _or_raise(best, lacking)
+    except AutoparError as e:  # what has no layers, or no sequence
+        return told(_or_raise(best, lacking), f"not tried: {e.what}")
+    if not found:
+        return told(_or_raise(best, lacking), f"no hand layout takes less than {format_time(_seconds(best))}")
+    tried: list[str] = []
+    asked = {str(a): a for a in (asked_of(r, batch_of(inputs)) for r in found)}
+    for axes, schedule, stages, number in list(asked.values())[:TRIED]:
+        name = f"{said(axes)}, {schedule}{f' by {stages}' if stages else ''}, {number} micro-batches"
+        if late():
+            tried.append(f"{name}: not tried, for want of time")
+            continue
+        some = {**how, "micro_batches": number, "schedule": schedule, "virtual_stages": stages}
+        try:
+            made = offline.plan(model, inputs, where, axes, **some)
+        except AutoparError as e:
+            tried.append(f"{name}: {'does not fit' if isinstance(e, InfeasibleError) else 'no plan was found'}")
+            continue
+        tried.append(f"{name}: {format_time(made.predicted['step_time_s'])}")
+        if best is None or made.predicted["step_time_s"] < (1 - SAME) * best.predicted["step_time_s"]:
+            best = made
+    return told(_or_raise(best, lacking), f"tried, each with a bound of its own: {'; '.join(tried)}")
+
+
+plan.__doc__ = offline.plan.__doc__
+plan.__signature__ = inspect.signature(offline.plan)  # type: ignore[attr-defined]
+
+
+def _is_free(how: Mapping[str, Any]) -> bool:
+    """Whether all that a pipeline needs chosen is left to the planner."""
+    asked = (how.get(k) for k in ("layout", "schedule", "virtual_stages"))
+    is_free = all(x is None for x in asked) and how.get("grad_accumulation", 1) == 1
+    return is_free and how.get("micro_batches", 1) == AUTO and not Memory.of(how.get("memory")).least
+
+
+def may_save_s(plan: Plan) -> float:
+    """Of a step, at most, that a pipeline may take away."""
+    if not may_be_better(plan):
+        return 0.0
+    step_s = plan.predicted["step_time_s"]
+    again_s = AGAIN * step_s if plan.recompute or plan.offload else 0.0
+    return min(step_s, plan.predicted.get("exposed_s", 0.0) + again_s)
+
+
+def faster(model: nn.Module, inputs: Inputs, where: Cluster, best: Plan | None, how: Mapping[str, Any]) -> list[Ranked]:
+    """Hand layouts with a pipeline on all devices that take less than `best`."""
+    depths = [k for k in range(2, where.size + 1) if where.size % k == 0]
+    same = {k: how[k] for k in ("loss_fn", "precision", "optimizer", "in_subprocess") if how.get(k) is not None}
+    memory = how.get("memory")
+    return search(
+        model, inputs, where, global_batch=batch_of(inputs), top_k=2 * TRIED, memory=None if isinstance(memory, str) else memory,
+        options={"pp": depths, "offload": bool(how.get("offload")), "idle": False}, below_s=_seconds(best), **same,
+    )  # fmt: skip
+
+
+def asked_of(r: Ranked, batch: int) -> tuple[dict[str, int], str, int | None, int]:
+    """Mesh, schedule, virtual stages and number of micro-batches of a hand layout. Replicas and shards of the sequence are one axis: the planner splits what it will."""
+    lay = r.layout
+    data = r.cluster.size // (lay.pp * lay.tp)
+    axes = {PIPELINE: lay.pp, "dp": data, **({"tp": lay.tp} if lay.tp > 1 else {})}
+    schedule, stages = ("interleaved", lay.virtual) if lay.virtual > 1 else ("1f1b", None)
+    return axes, schedule, stages, batch // (lay.micro_batch * (data // lay.cp))
+
+
+def batch_of(inputs: Inputs) -> int:
+    return batch_size(tuple(Tensor("", shape, "") for shape in shapes_of(inputs))) or 1
+
+
+def told(plan: Plan, what: str) -> Plan:
+    return replace(plan, solver={**plan.solver, TOLD: what}).answering_as(plan)
+
+
+def _seconds(best: Plan | None) -> float:
+    return float("inf") if best is None else float(best.predicted["step_time_s"])
+
+
+def _or_raise(best: Plan | None, lacking: InfeasibleError | None) -> Plan:
+    if best is None:
+        assert lacking is not None
+        raise lacking
+    return best
