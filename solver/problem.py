@@ -51,13 +51,15 @@ class Arc:
 
     way: which of several arcs between the two, that differ in times and in what they take of memory.
     stays: of forward alone, from where the value is supplied to where it is read: what it brings is there in backward too. Of
-    one value all that are used stay, or none of those that take time."""
+    one value all that are used stay, or none of those that take time.
+    once: of `times`, what it does once for several steps of the problem: a share of that."""
 
     src: int
     dst: int
     times: Times
     way: int = 0
     stays: bool = False
+    once: Times = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

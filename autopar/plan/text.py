@@ -38,7 +38,7 @@ PREDICTED = {
     "budget_bytes",
     "blocking_collectives",
 }
-PREDICTED |= {f"{stage}_s" for stage in STAGES} | {*BUCKETED}
+PREDICTED |= {f"{stage}_s" for stage in STAGES} | {*BUCKETED} | {"forward_alone_s", "backward_alone_s", "contended_once_s"}
 # Operators of ours that stand in the place of several, and what they do.
 FUSED = {"autopar.linear_log_prob_v1.default": "a linear layer under a cross-entropy, whose logits are made tile by tile"}
 # What the letters of a rule are called; any other operator's are told as they are.

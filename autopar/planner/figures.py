@@ -83,6 +83,31 @@ def exposed_s(problem: Problem, decision: Decision, hidden: Mapping[int, float])
     return sum(max(0.0, max(busy[s, r] for r in ("compute", *LINKS)) - kernels[s]) for s in range(len(problem.stages)))
 
 
+def once_s(problem: Problem, decision: Decision) -> dict[str, float]:
+    """Of a step that stands for several: what links are busy with that is done once for all of them, what compute loses to that, and what forward and backward take without it."""
+    busy: dict[tuple[int, str], float] = defaultdict(float)
+    once: dict[tuple[int, str], float] = defaultdict(float)
+    for times, _ in _paid(problem, decision):
+        for a, seconds in times.items():
+            busy[problem.accounts[a].stage, problem.accounts[a].resource] += seconds
+    for (v, direction), used in decision.arcs.items():
+        flow = problem.values[v].forward if direction == FORWARD else problem.values[v].backward
+        assert flow is not None
+        for a in used:
+            for i, seconds in flow.arcs[a].once.items():
+                once[problem.accounts[i].stage, problem.accounts[i].resource] += seconds
+
+    def alone(stage: int) -> float:
+        return max(t - once[s, r] for (s, r), t in [*busy.items(), ((stage, ""), 0.0)] if s == stage)
+
+    def of_links(stage: int) -> float:
+        return max(once[stage, r] for r in LINKS)
+
+    lost = sum(seconds for (_, r), seconds in once.items() if r == "compute")
+    told = {"forward_alone_s": alone(0), "backward_alone_s": alone(1), "contended_once_s": lost}
+    return {**told, "gathered_once_s": of_links(0), "reduced_once_s": of_links(1)}
+
+
 def _paid(problem: Problem, decision: Decision) -> Iterator[tuple[Times, bool]]:
     """What operators take, also to keep their results, and what moves values (True): that is all communication, whatever account it is in."""
     x = decision.strategies

@@ -17,7 +17,7 @@ from autopar.planner import budgets
 from autopar.planner.axes import better_batches, divides_poorly
 from autopar.planner.best_cut import WORTH
 from autopar.planner.budgets import GRACE
-from autopar.planner.figures import figures
+from autopar.planner.figures import figures, once_s
 from autopar.planner.formulation.apply import apply, blocking
 from autopar.planner.formulation.instead import Instead
 from autopar.planner.formulation.layouts import by_role, forbidden
@@ -290,6 +290,7 @@ def plan_of(step: Step, done: Found, budget_bytes: float) -> Plan:
         predicted={
             "step_time_s": found.objective_s,
             **stages,
+            **(once_s(done.problem, found.decision) if step.training.in_a_row > 1 else {}),
             **figures(folded, step.mesh, step.cluster, done.problem, found.decision, found.objective_s, hidden),
             "peak_memory_bytes": max(found.price.row_bytes),
             "blocking_collectives": blocking(done.problem, done.names, found.decision, done.formulated.wires),

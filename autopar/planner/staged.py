@@ -5,7 +5,8 @@ It was made as if the mesh ran all layers of a micro-batch. Of p ranks with d mi
     memory    state / p + (d / n) activations      where the program's row is      state' + activations'
 
 so it is made with k = n / d of the memory, and k / p of the bytes that parameters' state and gradients that wait take: what its row then says, by d / n, is the rank's memory. Times are replayed: each stage takes its share
-of forward and backward, and hops what they are said to.
+of forward and backward, and hops what they are said to. What is done once for all micro-batches (gradients reduced behind the last one, parameters gathered for the first) is none of that work: it
+adds what does not fit beside what a rank does before and after (`autopar.pipeline.once`).
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.pipeline import Lists, Times, replay
+from autopar.pipeline import Lists, Times, replay, waits_s
 from autopar.plan.decisions import BUCKETED, PipelineChoice
 from autopar.plan.plan import Plan
 from autopar.planner.formulation.training import TrainingConfig
 
 # Figures of a step that one mesh runs alone.
-_ALONE = ("forward_s", "backward_s", "exposed_s", "blocking_collectives", *BUCKETED)
+_ONCE = ("gathered_once_s", "reduced_once_s", "contended_once_s", "forward_alone_s", "backward_alone_s")
+_ALONE = (*_ONCE, "forward_s", "backward_s", "exposed_s", "blocking_collectives", *BUCKETED)
 
 
 def of_a_stage(training: TrainingConfig, ranks: int, stages: int, in_flight: int) -> TrainingConfig:
@@ -49,7 +51,8 @@ def of_the_pipeline(
     hop_s = hop_s or (0.0,) * ranks
     total = sum(map(sum, work)) or 1.0
     forward, backward = (tuple(x / total for x in half) for half in work)
-    call_s = [plan.predicted.get(key, 0.0) / m for key in ("forward_s", "backward_s")]
+    p = dict(plan.predicted)
+    call_s = [p.get(f"{half}_alone_s", p.get(f"{half}_s", 0.0)) / m for half in ("forward", "backward")]
     seconds = [tuple(x / (sum(half) or 1.0) * t for x in half) for half, t in zip((forward, backward), call_s, strict=True)]
     ran = replay(lists, Times(seconds[0], seconds[1], hop_s))
     pipeline_s, in_flight = ran.total_s, lists.most_in_flight
@@ -57,11 +60,13 @@ def of_the_pipeline(
     shares = tuple(f + b for f, b in zip(forward, backward, strict=True))
     times = (seconds[0], seconds[1], hop_s) if any(call_s) else ((), (), ())
     choice = PipelineChoice(lists.name, ranks, lists.where, layers, shares, tuple(map(float, sent_bytes)), bubble, *times)
-    p = dict(plan.predicted)
     if "step_time_s" in p and pipeline_s:
         was = p["step_time_s"]
         p["optimizer_s"] = p.get("optimizer_s", 0.0) / choice.ranks
-        p["step_time_s"] = pipeline_s + p["optimizer_s"]
+        mine = [[s for s, at in enumerate(lists.where) if at == r] for r in range(ranks)]
+        once = [[sum(shares[s] for s in some) * p.get(key, 0.0) for some in mine] for key in _ONCE[:3]]
+        p["once_s"] = waits_s(ran, [[seconds[1][s] for s in some] for some in mine], *once)
+        p["step_time_s"] = pipeline_s + p["once_s"] + p["optimizer_s"]
         faster = was / p["step_time_s"]
         p |= {k: v * faster for k, v in p.items() if k.endswith("_per_s")}
         if "mfu" in p:

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from autopar.cost.buckets import latencies, limit
 from autopar.cost.model import Cost
 from autopar.errors import LayoutError
+from autopar.pipeline import beyond
 from autopar.planner.layout import Layout
 from autopar.predict.held import Held
 from autopar.predict.runtime import Runtime
@@ -102,7 +103,7 @@ def traffic(
     seconds = sum(s for s, _ in parts)
     if runtime.data_exposed >= 1:
         return Traffic(seconds, seconds)
-    return Traffic(seconds, max(runtime.data_exposed * seconds, sum(_beyond(s, window) for s, window in parts)))
+    return Traffic(seconds, max(runtime.data_exposed * seconds, sum(beyond(s, window) for s, window in parts)))
 
 
 def _parts(
@@ -155,12 +156,6 @@ def _parts(
         again = gather if layout.reshard_after_forward else 0.0
         return [(micro_batches * gather, (forward_s,)), (micro_batches * (again + scatter) + replicate, (backward_s,))]
     return [(micro_batches * (gathers * gather + scatter) + replicate, step_windows)]
-
-
-def _beyond(seconds: float, windows: tuple[float, ...]) -> float:
-    """What does not fit of traffic that comes in equal parts, one for every window."""
-    n = max(1, len(windows))
-    return max(0.0, *(seconds * (n - k) / n - w for k, w in enumerate(sorted(windows or (0.0,), reverse=True))))
 
 
 def _split(axes: tuple[str, ...], cost: Cost, ways: int) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
@@ -317,7 +318,10 @@ def test_a_plan_says_its_number() -> None:
     one, two, auto, alone = planned(1), planned(2), planned("auto"), planned(1, 2, 2)
     assert auto.predicted["step_time_s"] <= min(p.predicted["step_time_s"] for p in (one, two)) * (1 + 1e-9)
     assert two.predicted["step_time_s"] == pytest.approx(2 * alone.predicted["step_time_s"], rel=0.02)
-    assert two.predicted["peak_memory_bytes"] == pytest.approx(alone.predicted["peak_memory_bytes"], rel=0.02)
+    # What one call's micro-batches have gathered stays for all of them, which those of two calls do not.
+    more = two.predicted["peak_memory_bytes"] - alone.predicted["peak_memory_bytes"]
+    stays = sum(math.prod(c.compute.local_shape(two.mesh)) for c in two.params.values() if c.once_a_call)
+    assert stays and not alone.gathered_once_a_call and 0 <= more <= 1.3 * 4 * stays
     assert (one.micro_batches, two.micro_batches) == (1, 2)
     assert "2 micro-batches" in two.text()
     assert "micro-batches tried: 1: " in auto.text()

@@ -182,10 +182,10 @@ class Wires:
                 if src != dst:
                     sent = self.sent(places[src], places[dst], itemsize, found)
                     if sent is not None:
-                        out.append(Arc(src, dst, self.times(sent, w, stage)))
+                        out.append(self.arc(src, dst, sent, w, stage))
                         if w.gathered and stage == 0 and sent and self.training.keeps_gathered and self.training.in_a_row > 1:
                             once = {a: t / self.training.in_a_row for a, t in out[-1].times.items()}
-                            out.append(Arc(src, dst, once, stays=True))
+                            out.append(Arc(src, dst, once, stays=True, once=once))
                         if w.reduces and stage == 1 and self.training.micro_batches > 1:
                             out += self.early(w, out[-1], places)
         return tuple(out)
@@ -198,7 +198,7 @@ class Wires:
         src, dst, itemsize = places[arc.src], places[arc.dst], self.names.itemsize[w.name]
         sent = self.sent(src, dst, itemsize, w.companies[1])
         found = ways(moved(src, dst, self.mesh) or [], itemsize, self.training.master_bytes, self.mesh)
-        return [Arc(arc.src, arc.dst, self.times(sent or [], w, 1, way, often), way) for way in found]
+        return [self.arc(arc.src, arc.dst, sent or [], w, 1, way, often) for way in found]
 
     def sent(self, src: Placement, dst: Placement, itemsize: float, companies: tuple[Company, ...] = ()) -> Sent | None:
         """Of every collective from `src` to `dst` its number among the steps, from 1, its link and its seconds. companies: what they may be joined with."""
@@ -213,14 +213,17 @@ class Wires:
             self.known_sent[key] = None if steps is None else [(k, c.link, c.seconds) for k, c in costs]
         return self.known_sent[key]
 
-    def times(self, sent: Sent, w: Wire, stage: int, way: int = 0, early: int = 1) -> dict[int, float]:
+    def arc(self, src: int, dst: int, sent: Sent, w: Wire, stage: int, way: int = 0, early: int = 1) -> Arc:
         """way: so many of the first steps of a gradient's reduction are taken `early` times in a micro-batch, the others once in all."""
-        out: dict[int, float] = {}
+        times: dict[int, float] = {}
+        once: dict[int, float] = {}
         waits = self.cost.cluster.contention if w.overlaps else 1.0
         for k, link, seconds in sent:
+            is_once = k > way and w.reduces and self.training.micro_batches > 1
             often = w.count * (early if k <= way else 1 / self.training.micro_batches if w.reduces else 1)
             for resource, share in ((link, 1.0), ("compute", waits)):
                 if share:
                     a = account(stage, resource)
-                    out[a] = out.get(a, 0.0) + often * seconds * share
-        return out
+                    for paid in (times, once) if is_once else (times,):
+                        paid[a] = paid.get(a, 0.0) + often * seconds * share
+        return Arc(src, dst, times, way, once=once)
