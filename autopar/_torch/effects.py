@@ -52,6 +52,7 @@ class Notes:
     sources: list[Any] = field(default_factory=list)
     sets: dict[tuple[str, ...], Any] = field(default_factory=dict)
     settled: bool = False
+    lies: frozenset[int] = frozenset()  # inputs of which something is a view or a copy, by how they lie, and written to
     sizes: Any = None  # what was assumed of sizes (`autopar._torch.symbols.TracedSizes`)
 
     def source_of(self, placeholder: str) -> str:

@@ -17,22 +17,41 @@ from torch import fx, nn
 
 from autopar._torch.effects import Notes, draws_of_numpy, noting
 from autopar._torch.fakes import storage_of
+from autopar._torch.in_place import views_out_of_place, writes_out_of_place, written_by_layout
 from autopar._torch.language import no_idle_work, whole_language
 from autopar._torch.nodes import line_of, value_of
 from autopar._torch.regions import open_regions
 from autopar._torch.symbols import TracedSizes
 from autopar._torch.tokens import EffectError, without_tokens
-from autopar._torch.views_in_place import views_out_of_place
 
 pytree = torch.utils._pytree
 
 
-def export_joint(
-    module: nn.Module, inputs: tuple[torch.Tensor, ...], judge: Callable[[Notes], None] = lambda notes: None
-) -> tuple[fx.GraphModule, list[Any], list[Any], Any]:
+Joint = tuple[fx.GraphModule, list[Any], list[Any], Any]
+
+
+def export_joint(module: nn.Module, inputs: tuple[torch.Tensor, ...], judge: Callable[[Notes], None] = lambda notes: None) -> Joint:
     """Joint forward/backward graph of `module(*inputs)`: graph, input descriptors, output descriptors, output pytree spec.
 
     judge: hears what tracing noted besides the graph, before there is a backward; what it raises ends the capture."""
+    try:
+        return _export_joint(module, inputs, judge, lambda gm: False)
+    except (RuntimeError, ValueError) as e:
+        if type(e) not in (RuntimeError, ValueError) or not _traces(e):
+            raise
+        with contextlib.suppress(RuntimeError, ValueError):
+            return _export_joint(module, inputs, judge, writes_out_of_place)
+        raise
+
+
+def _traces(e: BaseException) -> bool:
+    """Whether it was raised while AOTAutograd traced what dynamo had captured."""
+    return any("/torch/_functorch/" in f.filename for f in traceback.extract_tb(e.__traceback__))
+
+
+def _export_joint(
+    module: nn.Module, inputs: tuple[torch.Tensor, ...], judge: Callable[[Notes], None], rewrite: Callable[[fx.GraphModule], object]
+) -> Joint:
     from torch._dynamo.functional_export import _dynamo_graph_capture_for_export
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch.export._trace import _restore_state_dict
@@ -46,11 +65,13 @@ def export_joint(
         _refuse_unknown_sizes(gm)
         notes.foreign = draws_of_numpy(gm)
         notes.sizes = TracedSizes(gm)
+        notes.lies = written_by_layout(gm)
         judge(notes)
         _restore_state_dict(module, gm)
         _separate_outputs(gm)
         open_regions(gm, itertools.count(), None)
         views_out_of_place(gm)
+        rewrite(gm)
         joint = aot_export_joint_with_descriptors(stack, gm, inputs, decompositions=_early_decompositions())
     g = joint.graph_module
     _refuse_unknown_sizes(g)  # of backward's: the gradient of x[mask] = y
@@ -219,7 +240,7 @@ def explain_capture_failure(e: BaseException) -> tuple[str, str] | None:
         seen = seen.__cause__
     if seen is None:
         last = traceback.extract_tb(e.__traceback__)[-1:]
-        if any("/torch/_dynamo/" in f.filename for f in last):
+        if any("/torch/_dynamo/" in f.filename for f in last) or (type(e) in (RuntimeError, ValueError) and _traces(e)):
             return f"torch's tracer failed: {type(e).__name__}: {next(iter(str(e).splitlines()), '')}", ""
         return None
     text = str(getattr(seen, "msg", None) or seen).strip().splitlines()

@@ -53,7 +53,7 @@ from autopar.runtime.staged_calls import StagedCalls, refuse_away
 from autopar.runtime.stages import StagedStep
 from autopar.runtime.step import Step, StepStats
 from autopar.runtime.wrapping import WrappingModule
-from autopar.tensors.memory_format import order_of
+from autopar.tensors.memory_format import lies_in, order_of
 
 OFTEN = 8  # captures of one kind of call, from which on it is worth a warning
 
@@ -284,6 +284,11 @@ class ParallelModule(WrappingModule):
         for i, (t, p) in enumerate(zip(call.tensors, step.plan.inputs, strict=True)):
             role = Role("input", "", i)
             if role in step.dtypes:
+                if i in step.captured.notes.lies and not lies_in(t, order_of(t)):
+                    raise InputError(
+                        f"forward writes to what is a view of input {call.paths[i]}, or a copy, by how that lies in memory: with strides {tuple(t.stride())} it is another program",
+                        fix="pass x.contiguous(), or write x = x.clone() before what is written in place",
+                    )
                 values[role] = self._reader.local(t, p, self._builder.device, step.dtypes[role])
         return values
 

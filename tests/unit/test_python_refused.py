@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules import module as modules
 
 import autopar
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, InputError
 from tests.eager import Net, compiled, seeded
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -189,6 +189,33 @@ def test_input_in_place() -> None:
     with pytest.raises(CaptureError, match=r"changes its input \[0\] in place"):
         compiled(seeded(Adds))(x, torch.ones(6, 4))
     assert x.sum() == 0
+
+
+def test_writes_to_a_view_or_a_copy() -> None:
+    """Flatten of a contiguous tensor's transpose is a copy, which may be written to; of a transposed one's it is a view of the input."""
+
+    class Writes(Net):
+        def forward(self, x: torch.Tensor) -> Any:
+            turned = x.permute(1, 0)
+            turned.flatten()[0] = 0.2
+            return super().forward(turned.t()[:, :4])
+
+    model, x = seeded(Writes), torch.randn(6, 4)
+    ours = compiled(seeded(Writes))
+    assert torch.allclose(ours(x), model(x))
+    with pytest.raises(InputError, match=r"input \[0\], or a copy, by how that lies in memory: with strides \(1, 6\)"):
+        ours(torch.randn(4, 6).t())
+
+
+def test_writes_where_elements_overlap() -> None:
+    class Writes(Net):
+        def forward(self, x: torch.Tensor) -> Any:
+            y = (x * 2).unfold(0, 2, 1)
+            y.add_(y)
+            return super().forward(y[..., 0])
+
+    with pytest.raises(CaptureError, match="internal overlap"):
+        compiled(seeded(Writes))(torch.randn(6, 4))
 
 
 @pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])

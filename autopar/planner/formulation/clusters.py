@@ -151,7 +151,7 @@ class _Builder:
 
     def reads_ahead(self, op: Op) -> bool:
         makers = [self.maker[t.name][0].name for t in op.inputs if t.name in self.maker]
-        return bool(makers) and all(m not in self.of for m in makers)
+        return bool(makers) and all(m not in self.of and m not in self.constant for m in makers)
 
     def is_chain(self, op: Op) -> bool:
         rule = self.rules[op.name]
