@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     from autopar.integrations.trainer import trainer
     from autopar.plan.plan import Plan
     from autopar.planner.layout import Layout
-    from autopar.planner.offline import explain, plan
+    from autopar.planner.offline import explain
     from autopar.planner.offload import Offload
     from autopar.planner.precision import Precision
     from autopar.predict import Prediction, predict
     from autopar.runtime.module import ParallelModule
     from autopar.search import search
+    from autopar.search.everywhere import plan
     from autopar.watch.monitor import monitor
 
 __all__ = [

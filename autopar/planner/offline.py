@@ -61,21 +61,7 @@ def plan(
     schedule: str | None = None,
     virtual_stages: int | None = None,
 ) -> Plan:
-    """The best plan of one training step of `model` on `cluster`.
-
-    inputs: keyword arguments of a call, tensors or shapes (a shape is taken for token ids, int64). mesh: "32x8" or axis sizes by name; default the
-    cluster's nodes x devices, or these cut elsewhere, where that is faster (`autopar.planner.meshes`). optimizer: a name of `autopar.cost.optimizers.KINDS` or a class. grad_accumulation: calls for each of its steps; times are of
-    one call, with its share of the reduction of gradients and of that step. micro_batches: that a call is run as, one after the other; "auto": as many as is fastest
-    (`autopar.planner.micro_batches`). memory: budget of a device in bytes; "fastest", as by default: what it has, less a reserve; "least": the plan of the smallest
-    peak instead of the fastest one. offload: where activations may be kept besides the device: "host",
-    False or an `Offload`; default nowhere. layout: the best plan that is this hand
-    layout. loss_head: whether a linear layer under a cross-entropy makes all its logits ("plain"), or makes them tile by tile and again in backward ("chunked"); "auto": both
-    are planned where that may matter (`autopar.planner.loss_head`). options: "seconds" from the call to the plan, "gap", "memory_bytes" of this process. progress: called with a stage's name and its seconds (`autopar.text.stages` says with what else). in_subprocess: captures two depths of the model at
-    once, one in a forked process: not where other threads run or CUDA is in use. schedule, virtual_stages: of the pipeline that a mesh with an axis "pp" is, as for
-    `autopar.compile` (`autopar.planner.pipelined`).
-
-    Raises InfeasibleError when nothing fits, CaptureError, MeshError, ClusterError, LayoutError.
-    """
+    """As `autopar.plan`, which this is but for pipelines that nobody asked for (`autopar.search.everywhere`)."""
     on_progress = Progress(progress)
     captures: Captures = {}
     least = Memory.of(memory).least

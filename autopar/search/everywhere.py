@@ -10,9 +10,8 @@ takes no longer than its work, what it makes again for want of memory, and what 
 
 from __future__ import annotations
 
-import inspect
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,9 +25,12 @@ from autopar.plan.plan import Plan
 from autopar.planner import offline
 from autopar.planner.axes import PIPELINE, said
 from autopar.planner.infeasible import InfeasibleError
+from autopar.planner.layout import Layout
 from autopar.planner.memory import Memory
 from autopar.planner.meshes import SAME, may_be_better
 from autopar.planner.micro_batches import AUTO
+from autopar.planner.offload import Offload
+from autopar.planner.precision import Precision
 from autopar.planner.request import limits_of
 from autopar.planner.storage import batch_size
 from autopar.planner.task import shapes_of
@@ -44,7 +46,47 @@ TOLD = "pipelines"  # of a plan's solver: what was tried
 Inputs = Mapping[str, torch.Tensor | Sequence[int]]
 
 
-def plan(model: nn.Module, inputs: Inputs, cluster: str | Cluster, mesh: str | Mapping[str, int] | None = None, **how: Any) -> Plan:
+def plan(
+    model: nn.Module,
+    inputs: Mapping[str, torch.Tensor | Sequence[int]],
+    cluster: str | Cluster,
+    mesh: str | Mapping[str, int] | None = None,
+    *,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    precision: Precision | str | torch.dtype | None = None,
+    optimizer: str | type[torch.optim.Optimizer] = "adamw",
+    grad_accumulation: int = 1,
+    micro_batches: int | str = 1,
+    layout: str | Layout | None = None,
+    memory: float | str | None = None,
+    offload: Offload | str | bool | None = None,
+    options: Mapping[str, float] | None = None,
+    progress: Callable[[str, float], None] | None = None,
+    in_subprocess: bool = False,
+    loss_head: str = "auto",
+    schedule: str | None = None,
+    virtual_stages: int | None = None,
+) -> Plan:
+    """The best plan of one training step of `model` on `cluster`.
+
+    inputs: keyword arguments of a call, tensors or shapes (a shape is taken for token ids, int64). mesh: "32x8" or axis sizes by name; default the
+    cluster's nodes x devices, or these cut elsewhere, where that is faster (`autopar.planner.meshes`), or, with micro_batches="auto", stages of a pipeline (above). optimizer: a name of `autopar.cost.optimizers.KINDS` or a class. grad_accumulation: calls for each of its steps; times are of
+    one call, with its share of the reduction of gradients and of that step. micro_batches: that a call is run as, one after the other; "auto": as many as is fastest
+    (`autopar.planner.micro_batches`). memory: budget of a device in bytes; "fastest", as by default: what it has, less a reserve; "least": the plan of the smallest
+    peak instead of the fastest one. offload: where activations may be kept besides the device: "host",
+    False or an `Offload`; default nowhere. layout: the best plan that is this hand
+    layout. loss_head: whether a linear layer under a cross-entropy makes all its logits ("plain"), or makes them tile by tile and again in backward ("chunked"); "auto": both
+    are planned where that may matter (`autopar.planner.loss_head`). options: "seconds" from the call to the plan, "gap", "memory_bytes" of this process. progress: called with a stage's name and its seconds (`autopar.text.stages` says with what else). in_subprocess: captures two depths of the model at
+    once, one in a forked process: not where other threads run or CUDA is in use. schedule, virtual_stages: of the pipeline that a mesh with an axis "pp" is, as for
+    `autopar.compile` (`autopar.planner.pipelined`).
+
+    Raises InfeasibleError when nothing fits, CaptureError, MeshError, ClusterError, LayoutError.
+    """
+    how: dict[str, Any] = {
+        "loss_fn": loss_fn, "precision": precision, "optimizer": optimizer, "grad_accumulation": grad_accumulation, "micro_batches": micro_batches,
+        "layout": layout, "memory": memory, "offload": offload, "options": options, "progress": progress, "in_subprocess": in_subprocess, "loss_head": loss_head,
+        "schedule": schedule, "virtual_stages": virtual_stages,
+    }  # fmt: skip
     if mesh is not None or not _is_free(how):
         return offline.plan(model, inputs, cluster, mesh, **how)
     began, where = time.perf_counter(), Cluster.of(cluster)
@@ -90,10 +132,6 @@ def plan(model: nn.Module, inputs: Inputs, cluster: str | Cluster, mesh: str | M
     return told(_or_raise(best, lacking), f"tried, each with a bound of its own: {'; '.join(tried)}")
 
 
-plan.__doc__ = offline.plan.__doc__
-plan.__signature__ = inspect.signature(offline.plan)  # type: ignore[attr-defined]
-
-
 def _is_free(how: Mapping[str, Any]) -> bool:
     """Whether all that a pipeline needs chosen is left to the planner."""
     asked = (how.get(k) for k in ("layout", "schedule", "virtual_stages"))
@@ -113,7 +151,7 @@ def may_save_s(plan: Plan) -> float:
 def faster(model: nn.Module, inputs: Inputs, where: Cluster, best: Plan | None, how: Mapping[str, Any]) -> list[Ranked]:
     """Hand layouts with a pipeline on all devices that take less than `best`."""
     depths = [k for k in range(2, where.size + 1) if where.size % k == 0]
-    same = {k: how[k] for k in ("loss_fn", "precision", "optimizer", "in_subprocess") if how.get(k) is not None}
+    same = {k: how[k] for k in ("loss_fn", "precision", "optimizer", "in_subprocess")}
     memory = how.get("memory")
     return search(
         model, inputs, where, global_batch=batch_of(inputs), top_k=2 * TRIED, memory=None if isinstance(memory, str) else memory,

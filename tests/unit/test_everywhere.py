@@ -65,4 +65,4 @@ def test_it_is_said_where_no_hand_layout_is_faster(monkeypatch: pytest.MonkeyPat
 
 
 def test_it_is_called_as_the_plan_without() -> None:
-    assert inspect.signature(everywhere.plan) == inspect.signature(offline.plan) and everywhere.plan.__doc__ == offline.plan.__doc__
+    assert inspect.signature(everywhere.plan) == inspect.signature(offline.plan)

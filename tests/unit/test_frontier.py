@@ -322,7 +322,8 @@ def test_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         calls.append(kw)
         return two if "points" in kw else plan
 
-    monkeypatch.setitem(sys.modules, "autopar.planner.offline", types.SimpleNamespace(plan=planned, frontier=planned))
+    monkeypatch.setitem(sys.modules, "autopar.planner.offline", types.SimpleNamespace(frontier=planned))
+    monkeypatch.setitem(sys.modules, "autopar.search.everywhere", types.SimpleNamespace(plan=planned))
 
     def run(verb: str, *args: str) -> Any:
         return CliRunner().invoke(app, [verb, "qwen3-0.6b", "--cluster", "h100:1x8", "--batch", "16", "--seq", "512", *args])
