@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def writes_out_of_place(gm: fx.GraphModule) -> bool:
     Whether there were any."""
     at = {n: i for i, n in enumerate(gm.graph.nodes)}
     last: dict[fx.Node, int] = {n: max((at[u] for u in n.users), default=-1) for n in at}
-    memory = {n: storage_of(v) for n in at if isinstance(v := value_of(n), torch.Tensor)}
+    memory = _memory(at)
     given = {memory[n] for n in at if n.op in ("placeholder", "get_attr") and n in memory}
     sharing: dict[Any, list[fx.Node]] = {}
     for n, key in memory.items():
@@ -77,6 +78,16 @@ def _out_of_place(gm: fx.GraphModule, may: Callable[[fx.Node], bool]) -> bool:
     return changed
 
 
+def _memory(nodes: Iterable[fx.Node]) -> dict[fx.Node, Any]:
+    """The storage of each tensor, where it has one of its own: not within vmap."""
+    found: dict[fx.Node, Any] = {}
+    for n in nodes:
+        if isinstance(v := value_of(n), torch.Tensor):
+            with contextlib.suppress(NotImplementedError):
+                found[n] = storage_of(v)
+    return found
+
+
 def _in_place(n: fx.Node) -> bool:
     if n.op == "call_function":
         return n.target in _OPERATORS
@@ -111,7 +122,7 @@ def _overlaps(t: torch.Tensor) -> bool:
 def written_by_layout(gm: fx.GraphModule) -> frozenset[int]:
     """The program's inputs, by position, of which something is a view or a copy by how they lie, and is then written to."""
     nodes = list(gm.graph.nodes)
-    memory = {n: storage_of(v) for n in nodes if isinstance(v := value_of(n), torch.Tensor)}
+    memory = _memory(nodes)
     places = {memory[n]: i for i, n in enumerate(n for n in nodes if n.op == "placeholder") if n in memory}
     of: dict[Any, int] = {}  # memory that is the input's under other strides -> the input
     for n in nodes:
