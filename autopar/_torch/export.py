@@ -35,7 +35,7 @@ def export_joint(module: nn.Module, inputs: tuple[torch.Tensor, ...], judge: Cal
 
     judge: hears what tracing noted besides the graph, before there is a backward; what it raises ends the capture."""
     try:
-        return _export_joint(module, inputs, judge, lambda gm: False)
+        return _export_joint(module, inputs, judge, lambda gm: None)
     except (RuntimeError, ValueError) as e:
         if type(e) not in (RuntimeError, ValueError) or not _traces(e):
             raise
@@ -50,7 +50,7 @@ def _traces(e: BaseException) -> bool:
 
 
 def _export_joint(
-    module: nn.Module, inputs: tuple[torch.Tensor, ...], judge: Callable[[Notes], None], rewrite: Callable[[fx.GraphModule], object]
+    module: nn.Module, inputs: tuple[torch.Tensor, ...], judge: Callable[[Notes], None], rewrite: Callable[[fx.GraphModule], None]
 ) -> Joint:
     from torch._dynamo.functional_export import _dynamo_graph_capture_for_export
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors

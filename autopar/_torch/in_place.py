@@ -1,4 +1,4 @@
-"""What a program does in place, in dynamo's graph, before it is traced as functions."""
+"""What a program does in place, in dynamo's graph, before it is traced as functions. Dynamo has one value for one tensor: what writes in place has that of its operand."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from autopar._torch.nodes import value_of
 VIEWS = frozenset({"transpose_", "t_", "unsqueeze_", "squeeze_", "swapaxes_", "swapdims_"})
 # A view or a copy, by how the tensor lies.
 RESHAPES = frozenset({"reshape", "reshape_as", "flatten", "ravel", "contiguous"})
+# Out of place these do something else.
+OTHERS = frozenset({"bernoulli_", "resize_", "set_"})
 _OPERATORS: dict[Any, Callable[..., Any]] = {
     operator.iadd: operator.add,
     operator.isub: operator.sub,
@@ -32,9 +34,8 @@ def views_out_of_place(gm: fx.GraphModule) -> None:
     _out_of_place(gm, lambda n: n.op == "call_method" and n.target in VIEWS)
 
 
-def writes_out_of_place(gm: fx.GraphModule) -> bool:
-    """Writes to what nobody else sees, made operators that give something new, for where torch cannot trace them (a cumsum_ of a transposed view of a product: "Cannot view a tensor").
-    Whether there were any."""
+def writes_out_of_place(gm: fx.GraphModule) -> None:
+    """Writes to what nobody else sees, made operators that give something new, for where torch cannot trace them (a cumsum_ of a transposed view of a product: "Cannot view a tensor")."""
     at = {n: i for i, n in enumerate(gm.graph.nodes)}
     last: dict[fx.Node, int] = {n: max((at[u] for u in n.users), default=-1) for n in at}
     memory = _memory(at)
@@ -46,36 +47,32 @@ def writes_out_of_place(gm: fx.GraphModule) -> bool:
     def may(n: fx.Node) -> bool:
         x = n.args[0]
         assert isinstance(x, fx.Node)
-        key = memory.get(x)
-        if key is None or key in given or any(m is not x and m is not n and at[m] < at[n] < last[m] for m in sharing[key]):
+        key, mine = memory.get(x), value_of(x)
+        if key is None or key in given or any(value_of(m) is not mine and at[m] < at[n] < last[m] for m in sharing[key]):
             return False
-        return _gives_the_same(n)
+        return n.target not in OTHERS and _gives_the_same(n)
 
-    return _out_of_place(gm, may)
+    _out_of_place(gm, may)
 
 
-def _out_of_place(gm: fx.GraphModule, may: Callable[[fx.Node], bool]) -> bool:
-    root: dict[fx.Node, fx.Node] = {}  # of nodes that are one tensor, the first
-    now: dict[fx.Node, fx.Node] = {}  # by root, the node that has the tensor's value
-    changed = False
+def _out_of_place(gm: fx.GraphModule, may: Callable[[fx.Node], bool]) -> None:
+    first: dict[int, fx.Node] = {}  # by tensor, the node that made it
+    now: dict[int, fx.Node] = {}  # and the one that stands for it, once something was rewritten
 
     def of(n: fx.Node) -> fx.Node:
-        return now.get(root.get(n, n), n)
+        return now.get(id(value_of(n)), n)
 
     for n in gm.graph.nodes:
-        x = n.args[0] if n.args else None
-        rewrites = isinstance(x, fx.Node) and _in_place(n) and root.get(x, x).op not in ("placeholder", "get_attr") and may(n)
+        tensor = id(value_of(n)) if isinstance(value_of(n), torch.Tensor) else 0
+        rewrites = _has_other_form(n) and _writes(n) and first[tensor].op not in ("placeholder", "get_attr") and may(n)
         if now:
             n.args, n.kwargs = fx.map_arg(n.args, of), fx.map_arg(n.kwargs, of)
-        if not isinstance(x, fx.Node) or not _in_place(n):
-            continue
-        root[n] = first = root.get(x, x)
+        first.setdefault(tensor, n)
         if rewrites:
             n.target = _OPERATORS[n.target] if n.op == "call_function" else str(n.target).removesuffix("_")
-            now[first] = n
-            changed = True
+        if tensor in now or rewrites:
+            now[tensor] = n
     gm.recompile()
-    return changed
 
 
 def _memory(nodes: Iterable[fx.Node]) -> dict[fx.Node, Any]:
@@ -88,10 +85,21 @@ def _memory(nodes: Iterable[fx.Node]) -> dict[fx.Node, Any]:
     return found
 
 
-def _in_place(n: fx.Node) -> bool:
+def _has_other_form(n: fx.Node) -> bool:
     if n.op == "call_function":
         return n.target in _OPERATORS
     return n.op == "call_method" and str(n.target).endswith("_") and not str(n.target).endswith("__")
+
+
+def _writes(n: fx.Node) -> bool:
+    """Whether `n` writes to an operand in place: it is that tensor, and its name, or a flag, says so (what is contiguous is its own `contiguous`)."""
+    if n.op not in ("call_method", "call_function") or n.target is operator.setitem:
+        return n.target is operator.setitem
+    value, name = value_of(n), str(n.target if n.op == "call_method" else getattr(n.target, "__name__", ""))
+    if not isinstance(value, torch.Tensor) or not any(value_of(a) is value for a in n.all_input_nodes):
+        return False
+    flags = [*n.args, *n.kwargs.values()]
+    return name.endswith("_") or "out" in n.kwargs or getattr(n.target, "__module__", "") == "_operator" or any(f is True for f in flags)
 
 
 def _gives_the_same(n: fx.Node) -> bool:
@@ -132,8 +140,5 @@ def written_by_layout(gm: fx.GraphModule) -> frozenset[int]:
             of[memory[n]] = of[memory[x]] = places.get(memory[x], of.get(memory[x], -1))
     if not of:
         return frozenset()
-    written = {
-        memory.get(n.args[0]) for n in nodes if n.args and isinstance(n.args[0], fx.Node) and (_in_place(n) or n.target is operator.setitem)
-    }
-    written |= {memory.get(out) for n in nodes if isinstance(out := n.kwargs.get("out"), fx.Node)}
+    written = {memory.get(n.args[0] if n.target is operator.setitem else n) for n in nodes if _writes(n)}
     return frozenset(i for key, i in of.items() if key in written and i >= 0)

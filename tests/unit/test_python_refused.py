@@ -191,13 +191,16 @@ def test_input_in_place() -> None:
     assert x.sum() == 0
 
 
-def test_writes_to_a_view_or_a_copy() -> None:
+@pytest.mark.parametrize(
+    "write", [lambda x: x.__setitem__(0, 0.2), torch.relu_, lambda x: torch.add(x, 1, out=x), lambda x: torch.nn.functional.relu(x, True)]
+)
+def test_writes_to_a_view_or_a_copy(write: Callable[[torch.Tensor], Any]) -> None:
     """Flatten of a contiguous tensor's transpose is a copy, which may be written to; of a transposed one's it is a view of the input."""
 
     class Writes(Net):
         def forward(self, x: torch.Tensor) -> Any:
             turned = x.permute(1, 0)
-            turned.flatten()[0] = 0.2
+            write(turned.flatten())
             return super().forward(turned.t()[:, :4])
 
     model, x = seeded(Writes), torch.randn(6, 4)

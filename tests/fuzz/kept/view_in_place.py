@@ -14,7 +14,7 @@ class M(nn.Module):
     def forward(self, x, mask, y):
         v = self.m(x)
         before = v.sum(-1)
-        alias = v.mul_(1.5)
+        alias = torch.neg_(v.mul_(1.5))
         v.transpose_(0, 1)
         v.masked_fill_(mask, 0.1)
         y = y * 2
