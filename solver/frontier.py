@@ -26,7 +26,7 @@ from ortools.math_opt.python import mathopt
 from autopar.solver.highs import highs
 from autopar.solver.model import Options, Program
 from autopar.solver.problem import Key, Problem
-from autopar.solver.solve import Limits, Solution, smallest, whole
+from autopar.solver.solve import Limits, Solution, below, smallest, whole
 
 T = TypeVar("T")
 EXACT = 1e-6  # of the memory: two budgets nearer than this are one, for the solver too
@@ -163,18 +163,18 @@ class Relaxed:
 
 
 class Relaxation:
-    """A problem with every variable continuous, to be solved under one budget after the other."""
+    """A problem with every variable continuous, to be solved under one budget after the other. below_s: only what takes less is an answer."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, below_s: float = math.inf) -> None:
         self.problem = problem
-        self.program = Program(problem, Options(every_row=True))
+        self.program = below(Program(problem, Options(every_row=True)), below_s)
         self.program.integer = [False] * len(self.program.integer)
         self.model = mathopt.Model.from_model_proto(self.program.proto())
         kinds = zip(self.model.linear_constraints(), self.program.row_kind, strict=True)
         self.rows = [row for row, kind in kinds if kind == "memory"]
 
     def at(self, budget_bytes: float, limits: Limits | None = None) -> Relaxed | None:
-        """None where not even this fits: then nothing does. Raises TimeoutError."""
+        """None where not even this fits, or is fast enough: then nothing is. Raises TimeoutError."""
         limits, program = limits or Limits(), self.program
         for constraint, row in zip(self.rows, self.problem.rows, strict=True):
             constraint.upper_bound = (budget_bytes - row.constant) / 1e9

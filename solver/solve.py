@@ -26,7 +26,7 @@ from autopar.solver.problem import Decision, Problem
 @dataclass(frozen=True)
 class Limits:
     """seconds: of planning, from capture to plan; in_proportion: fewer where a step takes milliseconds; memory_bytes: of the process that plans; may_fail: there is a plan already,
-    as other micro-batches: at the end of the time there need be none of these."""
+    of another mesh, form or number of micro-batches: at the end of the time there need be none of this; below_s: only what takes less is wanted, of a step."""
 
     gap: float = 0.01
     seconds: float = 60.0
@@ -34,6 +34,7 @@ class Limits:
     in_proportion: bool = False
     memory_bytes: float = float("inf")
     may_fail: bool = False
+    below_s: float = float("inf")
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,14 @@ class _Failed(Exception):
     pass
 
 
+class NoneFaster(Exception):
+    """Nothing was found that takes less than `Limits.below_s`. bound_s: nothing at all takes less than that."""
+
+    def __init__(self, bound_s: float) -> None:
+        super().__init__(f"nothing takes less than {bound_s:.4g} s")
+        self.bound_s = bound_s
+
+
 class NoAnswer(TimeoutError):
     """The clock stopped before any answer. bound: of the program's objective, in seconds; -inf where there is none."""
 
@@ -92,7 +101,7 @@ def solve(
     hints: Sequence[Sequence[int]] = (),
     progress: Callable[[str, float], None] | None = None,
 ) -> Solution | Infeasible:
-    """hints: strategies of known feasible answers, one index per choice."""
+    """hints: strategies of known feasible answers, one index per choice. Raises NoAnswer; NoneFaster, of answers whose layers share their policies."""
     limits, start = limits or Limits(), time.perf_counter()
     answer = _solve(problem, limits, hints, progress)
     bound_s, less = answer.bound_s if isinstance(answer, Solution) else math.inf, 0.0
@@ -117,26 +126,26 @@ def _solve(
 ) -> Solution | Infeasible:
     start = time.perf_counter()
     on_progress = progress or (lambda stage, seconds: None)
-    first = Program(problem, Options())
+    first = below(Program(problem, Options()), limits.below_s)
     on_progress("program", time.perf_counter() - start)
     try:
         values, bound, stopped = _run(first, limits, start, hints)
     except _Failed:
-        return _explain(problem, limits, start)
+        return _explained(problem, limits, start)
     on_progress("strategies", time.perf_counter() - start)
     decision, whole = first.decision(values)
     decision = tidy(problem, decision) if whole else decision
     price = evaluate(problem, decision) if whole else None
     if price is None or not price.feasible:
-        second = Program(problem, Options(policies="binary", fixed=decision.strategies))
+        second = below(Program(problem, Options(policies="binary", fixed=decision.strategies)), limits.below_s)
         try:
             values, _, more = _run_from_elastic(second, limits, start)
         except _Failed:  # shares of layers fit, one policy for all layers does not: choose strategies knowing that
-            second = Program(problem, Options(policies="binary"))
+            second = below(Program(problem, Options(policies="binary")), limits.below_s)
             try:
                 values, _, more = _run(second, limits, start, [decision.strategies])
             except _Failed:
-                return _explain(problem, limits, start)
+                return _explained(problem, limits, start)
         stopped = more if stopped == "gap" else stopped
         decision = tidy(problem, second.decision(values)[0])
         price = evaluate(problem, decision)
@@ -168,9 +177,9 @@ class RelaxedSolution:
 def solve_relaxed(
     problem: Problem, within: Problem, limits: Limits | None = None, progress: Callable[[str, float], None] | None = None
 ) -> RelaxedSolution | None:
-    """Step (a) for `problem`, which is `within` with fewer memory rows. None: even this does not fit."""
+    """Step (a) for `problem`, which is `within` with fewer memory rows. None: even this does not fit, or takes no less than `limits.below_s`."""
     limits, start = limits or Limits(), time.perf_counter()
-    program = Program(problem, Options())
+    program = below(Program(problem, Options()), limits.below_s)
     try:
         values, bound, stopped = _run(program, limits, start, ())
     except _Failed:
@@ -290,6 +299,21 @@ def _run_from_elastic(program: Program, limits: Limits, start: float) -> tuple[S
         if known is None or not evaluate(program.problem, known).feasible:
             raise
     return _run(program, limits, start, (), known)
+
+
+def below(program: Program, seconds: float) -> Program:
+    """`program`, of answers that take no more."""
+    if seconds < math.inf:
+        most = (seconds - program.problem.constant_s) * 1e3
+        program.constrain("limit", -math.inf, most, [(t, 1.0) for t in program.stages])
+    return program
+
+
+def _explained(problem: Problem, limits: Limits, start: float) -> Infeasible:
+    """Why there is no answer. Raises NoneFaster where one was to be fast, too."""
+    if limits.below_s < math.inf:
+        raise NoneFaster(limits.below_s)
+    return _explain(problem, limits, start)
 
 
 def _explain(problem: Problem, limits: Limits, start: float) -> Infeasible:

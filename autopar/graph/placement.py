@@ -18,21 +18,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from autopar.graph.mesh import Mesh
 
 
-@dataclass(frozen=True, order=True)
-class Split:
+class Split(NamedTuple):
     """Mesh axis `axis` owns the digit of tensor dim `dim` that has `stride` elements to its right."""
 
     dim: int
     stride: int
     axis: str
-
-
-def place(s: Split) -> tuple[int, int, str]:
-    return s.dim, s.stride, s.axis
 
 
 @dataclass(frozen=True)
@@ -52,7 +48,7 @@ class Placement:
         """From axis -> (dim, stride) and axis -> reduction."""
         return Placement(
             tuple(shape),
-            tuple(sorted((Split(d, s, a) for a, (d, s) in (splits or {}).items()), key=place)),
+            tuple(sorted((Split(d, s, a) for a, (d, s) in (splits or {}).items()))),
             tuple(sorted((partial or {}).items())),
         )
 
@@ -78,7 +74,7 @@ class Placement:
     def permuted(self, order: tuple[int, ...]) -> Placement:
         """Of a tensor whose dim i is dim order[i] of this one."""
         to = {d: i for i, d in enumerate(order)}
-        splits = tuple(sorted((Split(to[s.dim], s.stride, s.axis) for s in self.splits), key=place))
+        splits = tuple(sorted(Split(to[s.dim], s.stride, s.axis) for s in self.splits))
         return Placement(tuple(self.shape[d] for d in order), splits, self.partial)
 
     @property
@@ -140,7 +136,7 @@ class Placement:
         if isinstance(at, str):
             partial = tuple(sorted((*partial, (axis, at))))
         elif at is not None:
-            splits = tuple(sorted((*splits, Split(*at, axis)), key=place))
+            splits = tuple(sorted((*splits, Split(*at, axis))))
         return Placement(self.shape, splits, partial)
 
     def at(self, axis: str) -> tuple[int, int] | str | None:

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 from autopar.graph.mesh import Mesh
-from autopar.graph.placement import Placement, Split, place
+from autopar.graph.placement import Placement, Split
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,8 @@ def redistribute(src: Placement, dst: Placement, mesh: Mesh) -> list[Step]:
         steps.append(Step(kind, mesh.sort(tuple(axes)), cur, nxt, reduce))
         cur = nxt
 
+    if src == dst:
+        return steps
     there = {a: dst.at(a) for a in mesh.names}
     wrong = list(mesh.names)
     while cur != dst:
@@ -135,7 +137,7 @@ def _feasible(cur: Placement, dst: Placement, axes: list[str], mesh: Mesh, keep:
         done.append(a)
     if not done:
         return [], cur
-    return done, Placement(cur.shape, tuple(sorted(left.values(), key=place)), tuple(sorted(reduced.items())))
+    return done, Placement(cur.shape, tuple(sorted(left.values())), tuple(sorted(reduced.items())))
 
 
 def _fit(size: int, digits: list[tuple[int, int]]) -> bool:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.graph.mesh import Mesh
 from autopar.hardware.cluster import Cluster
 from autopar.planner.formulation.formulated import Formulated
+from autopar.planner.formulation.more_often import Bounding
 from autopar.planner.formulation.names import Names
 from autopar.planner.formulation.problem import Formulator
 from autopar.planner.formulation.training import TrainingConfig
-from autopar.planner.formulation.wires import Wires
 from autopar.planner.found import Found
 from autopar.planner.merged_axes import axes_said
 from autopar.planner.views import View, view
@@ -50,11 +51,9 @@ class Attempt:
         self.is_started = since is not None
         self.has_answer = self.is_first = False
         self.last: tuple[Mesh, Formulator, Problem] | None = None  # what was formulated last, of all that may be decided
-        # Programs whose relaxations bound all plans: of all axes; what the coarse bound is made of; of what is faster than so many seconds.
-        self.bounding: tuple[Problem, Names] | None = None
-        self.wires: Wires | None = None  # of its values
+        # Programs whose relaxations bound all plans: of all axes; and what the coarse bound is made of.
+        self.bounding: Bounding | None = None
         self.coarse: tuple[Formulated, Problem, Formulator] | None = None
-        self.bounding_faster: tuple[Problem, Names, float] | None = None
 
     def view(self, segments: Mapping[str, Sequence[int]] | None = None) -> View:
         """Of the graph with its layers cut so; without, the same one each time."""
@@ -81,6 +80,15 @@ class Attempt:
                 self.last = mesh, f, problem
             self.on_progress(f"formulate {axes_said(mesh)}", time.perf_counter() - began)
         return f, problem
+
+    @contextlib.contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        began = time.perf_counter()
+        self.begin(stage)
+        try:
+            yield
+        finally:
+            self.on_progress(stage, time.perf_counter() - began)
 
     def begin(self, stage: str) -> None:
         self.on_progress(Begun(stage), 0.0)

@@ -12,7 +12,7 @@ from autopar.planner.attempt import Attempt
 from autopar.planner.found import Found, is_within
 from autopar.planner.segments import Segments, at_share, suggested
 from autopar.solver.frontier import Relaxation
-from autopar.solver.solve import Solution, solve
+from autopar.solver.solve import NoneFaster, Solution, solve
 
 WORTH = 1e-3  # a gap, relative, that cutting the layers into segments is tried for
 PATIENCE = 4  # cuts in a row that bring nothing: no more are tried where the gap is what was asked for
@@ -44,6 +44,9 @@ def best_cut(attempt: Attempt, mesh: Mesh, strategies: Sequence[int], bound_s: f
                 v = attempt.view({name: cut for name, cut in segments.items() if len(cut) > 1})
                 f, problem = attempt.formulated(v, mesh, only=strategies)
             found = solve(problem, attempt.left)
+        except NoneFaster:
+            looked[key] = math.inf
+            return math.inf
         except TimeoutError:
             if best is None and not any(math.isfinite(x) for x in looked.values()):
                 raise

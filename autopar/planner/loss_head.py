@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from autopar.errors import AutoparError
 from autopar.plan.plan import Plan
 from autopar.planner.infeasible import InfeasibleError
+from autopar.planner.none_faster import NoneFasterError, said
 from autopar.rules.loss_head import FORWARD
 from autopar.text.sizes import format_bytes
 from autopar.text.times import format_time
@@ -56,47 +57,64 @@ class Form:
     least_s: Callable[[], float] = lambda: 0.0
 
 
-def better(forms: tuple[Form, ...], least: bool = False, gap: float = 0.0, is_late: Callable[[], bool] = lambda: False) -> Plan:
+def better(
+    forms: tuple[Form, ...],
+    least: bool = False,
+    gap: float = 0.0,
+    is_late: Callable[[], bool] = lambda: False,
+    below_s: float = math.inf,
+) -> Plan:
     """The faster plan of those of a program's forms, or the one of the smaller peak, which says what the others take; its bound is of all forms. gap: relative; what can be
-    faster by no more is not planned. is_late: whether to do with the plan that there is. Raises the last form's InfeasibleError where none fits."""
+    faster by no more is not planned. is_late: whether to do with the plan that there is. below_s: what a plan has to take less than to be of use. Raises the last form's InfeasibleError
+    where none fits, NoneFasterError where those that may fit are too slow."""
     if len(forms) == 1:
         return forms[0].planned(False)  # which may be a plan that says nothing of times: a hand layout's, that was given
-    said: dict[str, str] = {}
+    told: dict[str, str] = {}
     bound_s: list[float] = []
     best: tuple[Form, Plan] | None = None
     failed: InfeasibleError | None = None
+    is_slow = False
+    at_least_s = 0.0  # what no plan of the next form takes less than
     for form in forms:
-        if best is not None and not least:
-            at_least_s, enough_s = float(best[1].solver.get(OTHER_FORM, 0.0)), best[1].predicted["step_time_s"] * (1 - gap)
+        enough_s = below_s if best is None else min(below_s, best[1].predicted["step_time_s"] * (1 - gap))
+        if bound_s and not least:
             if at_least_s < enough_s:
                 at_least_s = max(at_least_s, form.least_s())
             if at_least_s >= enough_s:
-                said[form.name] = f"no less than {format_time(at_least_s)}"
+                told[form.name] = said(at_least_s, enough_s)
                 bound_s.append(at_least_s)
                 continue
         if best is not None and is_late():
-            said[form.name] = "not tried, for want of time"
+            told[form.name] = "not tried, for want of time"
             bound_s.append(form.least_s())
             continue
         try:
             plan = form.planned(form is not forms[-1] and not least)
+        except NoneFasterError as e:
+            bound_s.append(max(e.bound_s, form.least_s()))
+            at_least_s, is_slow = e.other_form_s, True
+            told[form.name] = said(bound_s[-1], enough_s)
+            continue
         except InfeasibleError as e:
-            failed, said[form.name] = e, f"does not fit, {format_bytes(e.shortfall_bytes)} too much"
+            failed, told[form.name] = e, f"does not fit, {format_bytes(e.shortfall_bytes)} too much"
             continue
         except AutoparError:  # for want of time: what another form came to stands
             if best is None and failed is None:
                 raise
-            said[form.name] = "no plan was found"
+            told[form.name] = "no plan was found"
             bound_s.append(form.least_s())
             continue
         bound_s.append(float(plan.solver.get("bound_s", math.inf)))
-        said[form.name] = f"{format_time(plan.predicted['step_time_s'])}, {format_bytes(plan.predicted['peak_memory_bytes'])}"
+        at_least_s = float(plan.solver.get(OTHER_FORM, 0.0))
+        told[form.name] = f"{format_time(plan.predicted['step_time_s'])}, {format_bytes(plan.predicted['peak_memory_bytes'])}"
         if best is None or _figure(plan, least) < _figure(best[1], least):
             best = form, plan
     if best is None:
+        if is_slow:
+            raise NoneFasterError(min(bound_s))
         assert failed is not None
         raise failed
-    solver = {**best[1].solver, "loss_head": "; ".join(f"{name}: {what}" for name, what in said.items())}
+    solver = {**best[1].solver, "loss_head": "; ".join(f"{name}: {what}" for name, what in told.items())}
     if not least and min(bound_s) < float(solver.get("bound_s", 0.0)):
         solver |= {"bound_s": min(bound_s), "gap": 1 - min(bound_s) / best[1].predicted["step_time_s"]}
     return replace(best[1], solver=solver).answering_as(best[1])

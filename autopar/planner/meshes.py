@@ -18,6 +18,8 @@ from autopar.plan.plan import Plan
 from autopar.planner.axes import said
 from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.micro_batches import AUTO
+from autopar.planner.none_faster import NoneFasterError
+from autopar.planner.none_faster import said as none_faster
 from autopar.text.times import format_time
 
 WORTH = 0.01  # of a step, that communication adds, from which other meshes are tried
@@ -67,6 +69,9 @@ def best_of(
             plan = by_hand(other, tries) if by_hand is not None and left < took_s else planned(other, tries)
         except InfeasibleError:
             tried[said(other)] = "does not fit"
+            continue
+        except NoneFasterError as e:
+            tried[said(other)] = none_faster(e.bound_s, best.predicted["step_time_s"])
             continue
         except AutoparError:  # for want of time
             tried[said(other)] = "no plan was found"

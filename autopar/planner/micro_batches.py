@@ -23,6 +23,7 @@ from typing import Generic, TypeVar
 from autopar.errors import AutoparError
 from autopar.plan.plan import Plan
 from autopar.planner.infeasible import InfeasibleError
+from autopar.planner.none_faster import NoneFasterError, said
 from autopar.text.times import format_time
 
 AUTO = "auto"
@@ -80,6 +81,11 @@ class Tried(Generic[T]):
         """Not planned, or with no plan, since none takes less than `bound_s`."""
         return Tried(number, None, bound_s, f"no less than {format_time(bound_s)}" if math.isfinite(bound_s) else "does not fit", None)
 
+    @staticmethod
+    def none_faster(number: int, bound_s: float, enough_s: float) -> Tried[T]:
+        """Planned as what has to take less than `enough_s`, and nothing was found. What it was planned from is not kept."""
+        return Tried(number, None, bound_s, said(bound_s, enough_s), None)
+
     @property
     def seconds(self) -> float:
         return math.inf if self.plan is None else self.plan.predicted["step_time_s"]
@@ -110,17 +116,24 @@ def fastest(
     task: the program of one micro-batch; least_s: what no plan of it takes less than, of a call; planned: its plan, of the call; is_late: whether fewer seconds are
     left than it is given: half of what another number took; then no more are tried, of which it is said that they were not; more_s: what no plan of a multiple of so many micro-batches takes less than, once that many were tried; gap: what the best may be slower by,
     relative, than what is left out; any_s: what no plan of any number takes less than. Raises InfeasibleError where none has a plan, of those that need the least; whatever
-    else planning one raises, if that is one micro-batch, or if there is no other plan."""
+    else planning one raises, if that is one micro-batch, or if there is no other plan; NoneFasterError where all that was wanted is a faster one."""
     tried: list[Tried[T]] = []
     lacking: InfeasibleError | None = None
     refused: tuple[int, AutoparError] | None = None  # the fewest
     took_s = 0.0
+    more: dict[int, float] = {}
+
+    def more_than(number: int) -> float:
+        if number not in more and not is_late(0.0):
+            more[number] = more_s(number)
+        return more.get(number, 0.0)
+
     for m in numbers:
         if refused is not None and m > refused[0]:
             continue
         best = min(tried, key=lambda t: t.seconds, default=None)
         fewer = [t for t in tried if m % t.number == 0]
-        bound_s = 0.0 if best is not None and is_late(0.0) else max((more_s(t.number) for t in fewer), default=0.0)
+        bound_s = max((more_than(t.number) for t in fewer), default=0.0)
         if best is not None and bound_s >= best.seconds * (1 - gap):
             tried.append(Tried.left_out(m, bound_s))
             continue
@@ -137,6 +150,10 @@ def fastest(
                 continue
             plan = planned(m, made)
             tried.append(Tried(m, plan, float(plan.solver["bound_s"]), "", made))
+            took_s = max(took_s, time.perf_counter() - began)
+        except NoneFasterError as e:
+            enough_s = math.inf if best is None else best.seconds * (1 - gap)
+            tried.append(Tried.none_faster(m, max(e.bound_s, bound_s, any_s()), enough_s))
             took_s = max(took_s, time.perf_counter() - began)
         except InfeasibleError as e:
             if lacking is None or e.shortfall_bytes < lacking.shortfall_bytes:
@@ -155,8 +172,9 @@ def fastest(
     if best.plan is None:
         if lacking is not None:
             raise lacking
-        assert refused is not None
-        raise refused[1]
+        if refused is not None:
+            raise refused[1]
+        raise NoneFasterError(min(t.bound_s for t in tried))
     bound_s = min(best.seconds, *(t.bound_s for t in tried)) if len(tried) > 1 else best.bound_s
     solver = {
         **best.plan.solver,

@@ -47,16 +47,12 @@ def bound_instead(stages: Stages, instead: Instead) -> float:
 
     stages.begin("bound of the other form")
     with contextlib.suppress(TimeoutError):
-        if stages.bounding is not None:
-            bound_s = least_s(instead.problem(*stages.bounding, graph))
-        elif stages.coarse is not None:
+        if stages.coarse is not None:
             f, problem, whole = stages.coarse
-            first_s = least_s(lower_bound_problem(f, problem, whole))
             other = lower_bound_problem(f, problem, whole, instead.choices(f.names, graph))
             bound_s = least_s(instead.problem(other, f.names, graph))
-            if stages.bounding_faster is not None:
-                problem, names, faster_s = stages.bounding_faster
-                # What was left out is slower by the coarse bound; of the other form, by as much less as that is less.
-                bound_s = max(bound_s, min(least_s(instead.problem(problem, names, graph)), faster_s - max(0.0, first_s - bound_s)))
+        if (b := stages.bounding) is not None:
+            # What was left out is slower by the coarse bound; of the other form, by as much less as that is less.
+            bound_s = max(bound_s, b.with_left_out(least_s(instead.problem(b.problem, b.names, graph)), bound_s))
     stages.on_progress("bound of the other form", time.perf_counter() - began)
     return bound_s if math.isfinite(bound_s) else 0.0

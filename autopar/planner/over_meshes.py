@@ -16,6 +16,8 @@ from autopar.planner.loss_head import Form, better
 from autopar.planner.meshes import best_of
 from autopar.planner.micro_batches import candidates, fastest, from_the_middle, of_the_call
 from autopar.planner.more_micro_batches import bound_of_more
+from autopar.planner.none_faster import NoneFasterError
+from autopar.planner.patience import Patience
 from autopar.planner.planning import fsdp_tp, least_of, plan_graph, within
 from autopar.planner.progress import Progress
 from autopar.planner.roomy import roomy
@@ -41,7 +43,8 @@ class Planner:
         self.captured, self.batch, self.limits = cache(captured), batch, limits
         self.on_progress, self.layout, self.least = on_progress, layout, least
         self.has_begun = False
-        self.made: dict[tuple[tuple[int, ...], int], Plan | InfeasibleError] = {}
+        self.best_s = math.inf  # of a call, of what was planned so far
+        self.made: dict[tuple[tuple[int, ...], int], Plan | InfeasibleError | NoneFasterError] = {}
         self.more: dict[
             tuple[tuple[int, ...], int], Callable[[], float]
         ] = {}  # says what no plan of a multiple of so many micro-batches takes less than
@@ -80,13 +83,22 @@ class Planner:
         """On a mesh, as so many micro-batches, or as many as is fastest (AUTO)."""
         if isinstance(number, int):
             return self.of(number, self.captured(number).on(axes))
-        sizes = tuple(axes.values())
+        sizes, patience = tuple(axes.values()), Patience()
+
+        def of(m: int, t: Task) -> Plan:
+            made = self.of(m, t)
+            patience.start()
+            return made
+
+        def is_late(needs_s: float) -> bool:
+            return patience.is_over(needs_s) if self.limits.in_proportion else self.is_late(needs_s)
+
         made, _ = fastest(
             from_the_middle(candidates(self.batch), self.first(axes)),
             lambda m: self.captured(m).on(axes),
             lambda m, t: min(self.least_s(m, f) for f in t.forms),
-            self.of,
-            self.is_late,
+            of,
+            is_late,
             lambda m: self.more[sizes, m]() if (sizes, m) in self.more else 0.0,
             self.limits.gap,
             lambda: min(self.least_s(1, f) for f in self.captured(1).on(axes).forms),
@@ -104,13 +116,18 @@ class Planner:
         if key not in self.made:
             forms = tuple(Form(f.form, partial(self.form, m, f, t), partial(self.least_s, m, f)) for f in t.forms)
             try:
-                self.made[key] = better(forms, self.least, self.limits.gap, self.is_late)
-            except InfeasibleError as e:
+                self.made[key] = better(forms, self.least, self.limits.gap, self.is_late, self.below_s)
+            except (InfeasibleError, NoneFasterError) as e:
                 self.made[key] = e
         found = self.made[key]
-        if isinstance(found, InfeasibleError):
+        if not isinstance(found, Plan):
             raise found
         return found
+
+    @property
+    def below_s(self) -> float:
+        """Of a call: what is slower is of no use beside what was planned already. Half of the gap that a plan may have is not worth another program."""
+        return math.inf if self.least else self.best_s * (1 - self.limits.gap / 2)
 
     @staticmethod
     def least_s(m: int, t: Task) -> float:
@@ -123,16 +140,22 @@ class Planner:
         self.has_begun = True
         instead = other_of(t)
         has_plan = hand is None and any(isinstance(p, Plan) for p in self.made.values())
-        limits = replace(self.limits, may_fail=has_plan and not self.least and not self.limits.in_proportion)
+        limits = replace(self.limits, may_fail=has_plan and not self.least, below_s=self.below_s / m)
 
         def keep(stages: Stages) -> None:
             if t is first:
-                self.more[tuple(t.mesh_axes.values()), m] = cache(lambda: m * bound_of_more(stages, instead))
+                self.more[tuple(t.mesh_axes.values()), m] = cache(
+                    lambda: m * bound_of_more(stages, instead, self.best_s * (1 - self.limits.gap) / m)
+                )
 
-        found = plan_graph(
-            t.folded, t.mesh_axes, t.cluster, t.training, limits, self.on_progress, hand or self.layout, self.least, since,
-            instead if says_other else None, keep,
-        )  # fmt: skip
+        try:
+            found = plan_graph(
+                t.folded, t.mesh_axes, t.cluster, t.training, limits, self.on_progress, hand or self.layout, self.least, since,
+                instead if says_other else None, keep,
+            )  # fmt: skip
+        except NoneFasterError as e:
+            raise NoneFasterError(m * e.bound_s, m * e.other_form_s) from None
+        self.best_s = min(self.best_s, m * found.plan.predicted["step_time_s"])
         training = within(t.training, found.plan) if self.least else t.training
         known = (found.found,) if len(t.mesh_axes) > WHOLE_AXES else ()  # the frontier does not solve the whole program of so many
         made = of_the_call(of_the_whole(found.plan, t.folded, t.model), m)

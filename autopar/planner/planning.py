@@ -28,6 +28,7 @@ from autopar.planner.found import Found, better
 from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.layout import Layout
 from autopar.planner.loss_head import OTHER_FORM
+from autopar.planner.none_faster import NoneFasterError
 from autopar.planner.other_form import bound_instead
 from autopar.planner.profiling.buckets import estimated
 from autopar.planner.profiling.profile import profile
@@ -38,7 +39,7 @@ from autopar.planner.tags import binding, unmet, untagged
 from autopar.rules.grammar import Rule
 from autopar.solver.fold import Folded, fold, grouped, handed_on_bytes
 from autopar.solver.problem import Problem
-from autopar.solver.solve import Infeasible, Limits, Solution
+from autopar.solver.solve import Infeasible, Limits, NoAnswer, NoneFaster, Solution
 from autopar.solver.watch import watching
 from autopar.text.sizes import format_bytes
 from autopar.text.stages import Begun
@@ -139,10 +140,10 @@ class Step:
             return done
         hand = replace(hand, reshard_after_forward=not s.training.keeps_gathered)
         spent_s = time.perf_counter() - s.start
-        limits = replace(s.limits, seconds=min(s.limits.seconds, spent_s + HAND_S), in_proportion=False)
+        limits = replace(s.limits, seconds=min(s.limits.seconds, spent_s + HAND_S), in_proportion=False, below_s=found.objective_s)
         try:
             other = Step.of(self.folded, self.mesh.parents, self.cluster, s.training, limits, s.on_progress, hand, s.start).stages.run()
-        except (TimeoutError, LayoutError):
+        except (NoneFaster, TimeoutError, LayoutError):
             return done
         if not isinstance(other.answer, Solution) or other.answer.objective_s >= found.objective_s:
             return done
@@ -183,7 +184,7 @@ def plan_graph(
     other operators for some (`loss_head.OTHER_FORM`). asks: what more is asked of the programs that were solved, whether there is a plan or none.
 
     Raises InfeasibleError naming the position of the step that does not fit, by how much, and what would help; LayoutError when the model
-    or the mesh does not allow the layout.
+    or the mesh does not allow the layout; NoneFasterError where something faster was asked for (`Limits.below_s`) and not found.
     """
     step = Step.of(graph, mesh_axes, cluster, training, limits, progress, layout, since)
 
@@ -193,8 +194,14 @@ def plan_graph(
     with step.in_time():
         try:
             done = solved(step)
-        except TimeoutError:
-            if least or step.stages.limits.may_fail:
+        except NoneFaster as e:
+            if asks is not None:
+                asks(step.stages)
+            raise NoneFasterError(e.bound_s, 0.0 if instead is None else bound_instead(step.stages, instead)) from None
+        except TimeoutError as e:
+            if not least and step.stages.limits.may_fail:
+                raise NoneFasterError(max(0.0, e.bound_s) if isinstance(e, NoAnswer) else 0.0) from None
+            if least:
                 raise
             patience_s = PATIENT_S if step.stages.limits.in_proportion else LEAST_S
             with watching(until=time.perf_counter() + max(patience_s, step.stages.limits.seconds)):
@@ -204,7 +211,7 @@ def plan_graph(
             break
         try:
             other = solved(larger)
-        except TimeoutError:
+        except (NoneFaster, TimeoutError):
             break
         if not (_smaller if least else better)(other.answer, done.answer):
             break  # nor would more of them

@@ -24,7 +24,8 @@ from autopar.planner.attempt import Attempt
 from autopar.planner.best_cut import best_cut
 from autopar.planner.collecting import without_garbage_collection
 from autopar.planner.formulation.layouts import by_hand
-from autopar.planner.formulation.lower_bound import least_s, lower_bound_problem
+from autopar.planner.formulation.lower_bound import at_the_step, least_s, lower_bound_problem
+from autopar.planner.formulation.more_often import Bounding
 from autopar.planner.formulation.problem import Formulator
 from autopar.planner.found import Found, arcs_of, better, is_recomputed, is_within
 from autopar.planner.low_memory import low_memory_strategies
@@ -34,7 +35,7 @@ from autopar.planner.without_solver import all_kept, by_descent
 from autopar.solver.frontier import EXACT, Relaxation
 from autopar.solver.problem import Problem
 from autopar.solver.prune import prune
-from autopar.solver.solve import NoAnswer, Solution, explain, least, smallest, solve, solve_relaxed
+from autopar.solver.solve import NoAnswer, NoneFaster, Solution, explain, least, smallest, solve, solve_relaxed
 from autopar.solver.watch import watching
 
 WHOLE_AXES = 2  # up to so many axes the whole program is solved
@@ -50,7 +51,11 @@ ARCS = 6000  # that the solver gets through in a second
 
 
 class _Far(Exception):
-    """No answer of a program is as good as asked for."""
+    """No answer of a program is as good as asked for. bound_s: what none takes less than."""
+
+    def __init__(self, bound_s: float) -> None:
+        super().__init__()
+        self.bound_s = bound_s
 
 
 class Stages(Attempt):
@@ -58,7 +63,7 @@ class Stages(Attempt):
 
     def run(self, merge: bool = True) -> Found:
         """merge: whether axes may be merged where the program of all of them is too large, or has no answer in time. What they have then is the answer, or what
-        is found without a solver. Raises TimeoutError where even that has none."""
+        is found without a solver. Raises TimeoutError where even that has none, NoneFaster where nothing was found below `Limits.below_s`."""
         if not self.is_started:
             self.start = time.perf_counter()
         with without_garbage_collection(), watching(most_bytes=self.limits.memory_bytes):
@@ -125,11 +130,13 @@ class Stages(Attempt):
         self.begin(f"solve {axes_said(mesh)}")
         seen = solve_relaxed(problem.relaxed, problem, self.left, self.on_progress)
         if mesh is self.mesh:
-            self.bounding, self.wires = (problem.relaxed, f.names), f.wires
+            self.bounding = Bounding(problem.relaxed, f.names, f.wires)
+        if seen is None and self.limits.below_s < math.inf:
+            raise NoneFaster(self.limits.below_s)
         if seen is None:
             return self.with_low_memory_strategies(v, mesh, f, problem, -1.0, None)
         if seen.bound_s > far_s:
-            raise _Far
+            raise _Far(seen.bound_s)
         # Memory of what runs again is known only at the strategies chosen.
         if seen.price is not None and seen.price.feasible and not (self.training.counts and is_recomputed(problem, seen.decision)):
             spent = time.perf_counter() - start
@@ -189,6 +196,10 @@ class Stages(Attempt):
         """Strategies chosen under all rows, as if layers shared their policies; then the layers cut at these strategies."""
         try:
             answer = solve(problem, self.left, progress=self.on_progress)
+        except NoneFaster:
+            if best is None:
+                raise NoneFaster(bound_s) from None  # layers that do not share their policies may be
+            return best
         except TimeoutError:
             if best is None:
                 raise
@@ -199,6 +210,8 @@ class Stages(Attempt):
             mine = replace(answer, bound_s=min(bound_s, answer.objective_s))
             if not is_recomputed(problem, answer.decision) and (best is None or better(mine, best.answer)):
                 best = Found(mesh, problem, f.names, v.shrunk, v.rules, mine, f.formulated())
+        if best is None and self.limits.below_s < math.inf:
+            raise NoneFaster(bound_s)
         return best or self.with_low_memory_strategies(v, mesh, f, problem, bound_s, None)
 
     def with_low_memory_strategies(self, v: View, mesh: Mesh, f: Formulator, problem: Problem, bound_s: float, best: Found | None) -> Found:
@@ -231,23 +244,29 @@ class Stages(Attempt):
         """bound_s: what is known of the whole already."""
         coarse_bound_s = bound = -1.0
         best: Found | None = None
-        near = max(self.limits.gap, NEAR)
-        # What they have is not near to the bound: looked for only if the others have nothing better.
-        far: list[tuple[Mesh, tuple[Formulator, Problem]]] = []
+        near, has_none = max(self.limits.gap, NEAR), False
+        # What they have is not near to the bound: looked for only if the others have nothing better, the one that may be fastest first.
+        far: list[tuple[float, Mesh, tuple[Formulator, Problem]]] = []
 
         def take(smaller: Mesh, made: tuple[Formulator, Problem], far_s: float) -> None:
-            nonlocal best
-            found = self.on(v, smaller, True, made, far_s)
+            nonlocal best, has_none
+            try:
+                found = self.on(v, smaller, True, made, far_s)
+            except NoneFaster:
+                has_none = True
+                return
             if isinstance(found.answer, Solution):
                 found = replace(found, answer=replace(found.answer, bound_s=min(bound, found.answer.objective_s)))
             self.has_answer |= isinstance(found.answer, Solution)
             if best is None or better(found.answer, best.answer):
                 best = found
                 self.so_far(self.mesh, bound, best)
+                if isinstance(best.answer, Solution):
+                    self.limits = replace(self.limits, below_s=min(self.limits.below_s, best.answer.objective_s))
 
         for smaller in merged(self.mesh):
-            late = self.is_late
-            if is_within(best, near) or ((best is not None or far) and (late or smaller.parents == self.mesh.parents)):
+            late, is_begun = self.is_late, best is not None or has_none or bool(far)
+            if is_within(best, near) or (is_begun and (late or smaller.parents == self.mesh.parents)):
                 break
             try:
                 with watching(until=self.until if best is not None else math.inf):
@@ -257,26 +276,34 @@ class Stages(Attempt):
             if coarse_bound_s < 0:
                 coarse_bound_s = self.coarse_bound(v, *made)
                 bound = max(bound_s, coarse_bound_s)
+                if bound >= self.limits.below_s:
+                    raise NoneFaster(bound)
             try:
                 with watching(until=self.until if best is not None else math.inf):
                     take(smaller, made, bound / (1 - near))
-            except _Far:
-                far.append((smaller, made))
+            except _Far as e:
+                far.append((e.bound_s, smaller, made))
             except TimeoutError:
-                if best is None and not far:
+                if best is None and not has_none and not far:
                     raise
                 break
+        far.sort(key=lambda x: x[0])
         while far and not is_within(best, near):
+            least_s, smaller, made = far.pop(0)
+            if best is not None and isinstance(best.answer, Solution) and least_s >= best.answer.objective_s:
+                break
             try:
-                take(*far.pop(), math.inf)
+                take(smaller, made, math.inf)
             except TimeoutError:
-                if best is None and not far:
+                if best is None and not has_none and not far:
                     raise
-        assert best is not None
         late = time.perf_counter() - self.start > self.limits.seconds / 2
-        if isinstance(best.answer, Solution) and self.limits.gap < best.answer.gap <= FAR and not late:
+        known_s = self.limits.below_s if best is None else best.answer.objective_s if isinstance(best.answer, Solution) else -math.inf
+        if bound > 0 and self.limits.gap < 1 - bound / known_s <= FAR and not late:
             with watching(until=self.until), contextlib.suppress(TimeoutError):
                 best = self.pruned(v, best, bound, coarse_bound_s)
+        if best is None:
+            raise NoneFaster(bound)
         if isinstance(best.answer, Solution):
             best = replace(best, answer=replace(best.answer, seconds=time.perf_counter() - self.start))
         if isinstance(best.answer, Solution) and best.answer.gap > self.limits.gap:
@@ -299,28 +326,44 @@ class Stages(Attempt):
         self.on_progress("bound", time.perf_counter() - began)
         return bound_s
 
-    def pruned(self, v: View, best: Found, bound_s: float, coarse_bound_s: float) -> Found:
-        """The whole program without what no answer better than `best` has: a better answer or a better bound, where time allows.
+    def coarse_bound_at_the_step(self) -> float:
+        """The coarse bound, if activations needed no memory."""
+        assert self.coarse is not None
+        f, problem, whole = self.coarse
+        return least(at_the_step(lower_bound_problem(f, problem, whole), f.names), self.left) * (1 - EXACT)  # no more than any solver finds
+
+    def pruned(self, v: View, best: Found | None, bound_s: float, coarse_bound_s: float) -> Found | None:
+        """The whole program without what no answer better than `best`, or than what is asked for, has: a better answer or a better bound, where time allows.
 
         coarse_bound_s: a bound that counts neither redistributions nor what strategies take more than the fastest (`autopar.planner.formulation.lower_bound`)."""
-        assert isinstance(best.answer, Solution)
-        known = best.answer.objective_s
-        f, problem = self.formulated(v, self.mesh, room_s=known - coarse_bound_s, trim=lambda p: prune(p, coarse_bound_s, known))
+        known = self.limits.below_s if best is None else _seconds(best)
+
+        def told(bound_s: float) -> Found | None:
+            """With what is known of the whole."""
+            if best is None:
+                if bound_s >= self.limits.below_s:
+                    raise NoneFaster(bound_s)
+                return None
+            assert isinstance(best.answer, Solution)
+            return replace(best, answer=replace(best.answer, bound_s=min(bound_s, best.answer.objective_s)))
+
+        # Where all that is wanted is to know that nothing is faster, what is left is to say it of more micro-batches too (`autopar.planner.more_micro_batches`).
+        lower_s = coarse_bound_s if best is not None or self.coarse is None else min(coarse_bound_s, self.coarse_bound_at_the_step())
+        f, problem = self.formulated(v, self.mesh, room_s=known - lower_s, trim=lambda p: prune(p, lower_s, known))
         if arcs_of(problem) > TOO_MANY:
             return best
-        self.bounding_faster = problem.relaxed, f.names, known
-        self.begin(f"solve {axes_said(self.mesh)}, without what cannot be better")
         try:
-            relaxed = Relaxation(problem.relaxed).at(problem.budget_bytes, self.left)
+            with self.timed(f"relaxation on {axes_said(self.mesh)}"):
+                relaxed = Relaxation(problem.relaxed, known).at(problem.budget_bytes, self.left)
         except TimeoutError:
-            self.bounding_faster = None  # nor would other bounds be found of it in time
-            return best
+            return best  # nor would other bounds be found of it in time
+        self.bounding = Bounding(problem.relaxed, f.names, f.wires, known, lower_s)
+        self.begin(f"solve {axes_said(self.mesh)}, without what cannot be better")
         if relaxed is None:  # nothing is better
-            return replace(best, answer=replace(best.answer, bound_s=known))
+            return told(known)
         bound_s = max(bound_s, min(known, relaxed.tangent.at_s))
-        known_better = replace(best.answer, bound_s=bound_s)
-        best = replace(best, answer=known_better)
-        if known_better.gap <= self.limits.gap:
+        best = told(bound_s)
+        if is_within(best, self.limits.gap):
             return best
         worse = {which for which, more_s in relaxed.dearer_s.items() if relaxed.tangent.at_s + more_s > known * (1 + EXACT)}
         problem = replace(problem, forbidden=problem.forbidden | worse)
@@ -329,24 +372,26 @@ class Stages(Attempt):
             try:
                 seen = solve_relaxed(problem.relaxed, problem, replace(self.left, gap=self.limits.gap * share), self.on_progress)
             except NoAnswer as e:
-                assert isinstance(best.answer, Solution)
-                return replace(best, answer=replace(best.answer, bound_s=max(bound_s, min(best.answer.objective_s, e.bound_s))))
-            assert isinstance(best.answer, Solution)
-            known = best.answer.objective_s
+                return told(max(bound_s, min(known, e.bound_s)))
+            known = known if best is None else _seconds(best)
             if seen is None:  # nothing is better
-                return replace(best, answer=replace(best.answer, bound_s=known))
+                return told(known)
             took = time.perf_counter() - began
             bound_s = max(bound_s, min(known, seen.bound_s))
-            best = replace(best, answer=replace(best.answer, bound_s=bound_s))
+            best = told(bound_s)
             self.so_far(self.mesh, bound_s, best)
             if seen.price is not None and seen.price.feasible and seen.price.objective_s < known:
                 answer = Solution(seen.decision, seen.price, bound_s, 0.0, seen.stopped_by, seen.variables, seen.rows)
                 best = Found(self.mesh, problem, f.names, v.shrunk, v.rules, answer, f.formulated())
             else:
                 best = self.cut(self.mesh, f.all_strategies(seen.decision.strategies), bound_s, best, False) or best
-            assert isinstance(best.answer, Solution)
-            answer = replace(best.answer, variables=seen.variables, rows=seen.rows)
-            best = replace(best, answer=answer)
-            if answer.gap <= self.limits.gap or self.left.seconds < 2 * took:  # what is to be nearer takes longer
+            if best is not None and isinstance(best.answer, Solution):
+                best = replace(best, answer=replace(best.answer, variables=seen.variables, rows=seen.rows))
+            if is_within(best, self.limits.gap) or self.left.seconds < 2 * took:  # what is to be nearer takes longer
                 break
         return best
+
+
+def _seconds(found: Found) -> float:
+    assert isinstance(found.answer, Solution)
+    return found.answer.objective_s

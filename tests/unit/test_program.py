@@ -12,6 +12,7 @@ from ortools.math_opt.python import mathopt
 from autopar.solver.brute_force import brute_force
 from autopar.solver.descent import Descent, descend
 from autopar.solver.evaluate import evaluate, tidy
+from autopar.solver.frontier import Relaxation
 from autopar.solver.model import TIE, Options, Program
 from autopar.solver.problem import (
     DEVICE,
@@ -33,7 +34,7 @@ from autopar.solver.problem import (
     Value,
 )
 from autopar.solver.prune import prune
-from autopar.solver.solve import Infeasible, Limits, Solution, solve
+from autopar.solver.solve import Infeasible, Limits, NoneFaster, Solution, solve, solve_relaxed
 
 EXACT = Limits(gap=1e-9, seconds=60)
 
@@ -106,6 +107,31 @@ def test_equals_brute_force(block: int) -> None:
         assert found.bound_s <= best + 1e-6, (seed, found.bound_s, best)
         binary = _all_binary(problem)
         assert best - 1e-9 <= binary <= best * (1 + 4 * TIE), (seed, binary, best)
+
+
+def test_answers_below_a_time() -> None:
+    """There is one just above the optimum of brute force, and none just below: the bound that is then told is no more than the optimum."""
+    asked = 0
+    for seed in range(200):
+        problem = random_problem(seed)
+        best, _ = brute_force(problem)
+        if best == float("inf"):
+            with pytest.raises(NoneFaster):
+                solve(problem, replace(EXACT, below_s=1e6))
+            continue
+        asked += 1
+        found = solve(problem, replace(EXACT, below_s=best * (1 + 1e-3)))
+        assert isinstance(found, Solution) and found.price.feasible, seed
+        assert best - 1e-9 <= found.objective_s <= best * (1 + 1e-3) + 1e-9, seed
+        less = replace(EXACT, below_s=best * (1 - 1e-3))
+        with pytest.raises(NoneFaster) as e:
+            solve(problem, less)
+        assert e.value.bound_s <= best, seed
+        seen = solve_relaxed(problem.relaxed, problem, less)
+        assert seen is None or seen.bound_s <= less.below_s + 1e-9, seed
+        relaxed = Relaxation(problem, best * (1 + 1e-3)).at(problem.budget_bytes)
+        assert relaxed is not None and relaxed.tangent.at_s <= best + 1e-9, seed
+    assert asked > 100
 
 
 def _checked(problem: Problem, seed: int) -> tuple[float, Decision | None]:

@@ -18,12 +18,13 @@ from autopar.cost import Cost
 from autopar.graph.graph import Graph, Op
 from autopar.planner.formulation.accounts import account
 from autopar.planner.formulation.formulated import Formulated
-from autopar.planner.formulation.memory_rows import rows
+from autopar.planner.formulation.memory_rows import IN_STEP, rows
+from autopar.planner.formulation.names import Names
 from autopar.planner.formulation.problem import Formulator
 from autopar.planner.formulation.training import optimizer_s
 from autopar.planner.formulation.where_kept import times
 from autopar.rules.grammar import Rule
-from autopar.solver.problem import Choice, End, Flow, Policy, Problem, Rerun, Value
+from autopar.solver.problem import Choice, End, Flow, Policy, Problem, Rerun, Row, Value
 from autopar.solver.shrink import Shrunk
 
 
@@ -103,3 +104,12 @@ def _flow(f: Flow) -> Flow:
 
 def _ends(pairs: tuple[tuple[int, tuple[int, ...]], ...]) -> tuple[tuple[int, tuple[int, ...]], ...]:
     return tuple(dict.fromkeys((v, (0,)) for v, _ in pairs))
+
+
+def at_the_step(problem: Problem, names: Names, more: tuple[Row, ...] = ()) -> Problem:
+    """`problem` with the memory of the optimizer's step alone, but for the batch, and rows `more`."""
+
+    def without_batch(row: Row) -> Row:
+        return replace(row, terms=tuple((key, n) for key, n in row.terms if key[:2] != ("x", names.inputs)))
+
+    return replace(problem, rows=(*(without_batch(row) for row in problem.rows if row.name == IN_STEP), *more), limits=())

@@ -30,6 +30,7 @@ class Names:
     reruns: list[tuple[str, int]] = field(default_factory=list)  # class, segment
     itemsize: dict[str, float] = field(default_factory=dict)  # value -> bytes of an element
     merged: frozenset[str] = frozenset()  # values whose nodes stand for sizes
+    known_stops: dict[tuple[Placement, Placement], tuple[Placement, ...]] = field(default_factory=dict)
 
     def steps(self, v: int, arc: Arc) -> list[Step]:
         """The collectives of an arc of value `v`."""
@@ -37,26 +38,33 @@ class Names:
         assert found is not None
         return found
 
+    def stops(self, src: Placement, dst: Placement) -> tuple[Placement, ...]:
+        """`src`, and where each step of a gradient's reduction to `dst` brings it; nothing where there is none."""
+        if (src, dst) not in self.known_stops:
+            steps = moved(src, dst, self.mesh)
+            self.known_stops[src, dst] = () if steps is None else (src, *(step.dst for step in steps))
+        return self.known_stops[src, dst]
+
     def accumulated(self, v: int, arc: Arc) -> Placement:
         """Where gradients of micro-batches are added up, of which this arc brings the sum to its parameter."""
-        return self.steps(v, arc)[arc.way - 1].dst if arc.way else self.nodes[v][arc.src]
+        return self.stops(self.nodes[v][arc.src], self.nodes[v][arc.dst])[arc.way] if arc.way else self.nodes[v][arc.src]
 
     def accumulated_bytes(self, v: int, arc: Arc, value: str, stored_itemsize: float) -> float:
         """What a device holds of that sum: in the precision of storage where it lies as its parameter does, else in that of reductions."""
-        is_stored = arc.way > 0 and arc.way == len(self.steps(v, arc))
+        is_stored = arc.way > 0 and arc.way == len(self.stops(self.nodes[v][arc.src], self.nodes[v][arc.dst])) - 1
         return math.prod(self.accumulated(v, arc).local_shape(self.mesh)) * (stored_itemsize if is_stored else self.itemsize[value])
 
 
-def ways(steps: Sequence[Step], itemsize: float, stored_itemsize: float, mesh: Mesh) -> list[int]:
-    """After how many of the `steps` that reduce a gradient those of micro-batches may be added up instead of before the first: wherever there is less of it to hold. What a step makes
-    is summed in the precision of reductions, what the last one makes in that of storage. Padded storage has no place on the way."""
-    if not steps:
+def ways(stops: Sequence[Placement], itemsize: float, stored_itemsize: float, mesh: Mesh) -> list[int]:
+    """After how many steps that reduce a gradient, which lead to all `stops` but the first, those of micro-batches may be added up instead of before any: wherever there is less of it to
+    hold. What a step makes is summed in the precision of reductions, what the last one makes in that of storage. Padded storage has no place on the way."""
+    if len(stops) < 2:
         return []
-    found, least = [], itemsize * math.prod(steps[0].src.local_shape(mesh))
-    for k, step in enumerate(steps, 1):
-        if k < len(steps) and step.dst.shape != steps[-1].dst.shape:
+    found, least, last = [], itemsize * math.prod(stops[0].local_shape(mesh)), len(stops) - 1
+    for k, stop in enumerate(stops[1:], 1):
+        if k < last and stop.shape != stops[-1].shape:
             continue
-        held = math.prod(step.dst.local_shape(mesh)) * (stored_itemsize if k == len(steps) else itemsize)
+        held = math.prod(stop.local_shape(mesh)) * (stored_itemsize if k == last else itemsize)
         if held < least:
             least = held
             found.append(k)

@@ -197,7 +197,7 @@ class Wires:
             return []
         src, dst, itemsize = places[arc.src], places[arc.dst], self.names.itemsize[w.name]
         sent = self.sent(src, dst, itemsize, w.companies[1])
-        found = ways(moved(src, dst, self.mesh) or [], itemsize, self.training.master_bytes, self.mesh)
+        found = ways(self.names.stops(src, dst), itemsize, self.training.master_bytes, self.mesh)
         return [self.arc(arc.src, arc.dst, sent or [], w, 1, way, often) for way in found]
 
     def sent(self, src: Placement, dst: Placement, itemsize: float, companies: tuple[Company, ...] = ()) -> Sent | None:
