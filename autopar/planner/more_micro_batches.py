@@ -55,7 +55,7 @@ def _bound_s(stages: Stages, instead: Instead | None, enough_s: float) -> float:
         bound_s = 0.0
         if coarse is not None:
             f, merged, of_all = coarse
-            problem = lower_bound_problem(f, merged, of_all, () if other is None else other.choices(f.names, graph))
+            problem = lower_bound_problem(f, merged, of_all, () if other is None else other.choices(of_all.names, graph))
             bound_s = _least_s(stages, at_the_step(problem if other is None else other.problem(problem, f.names, graph), f.names))
         if whole is not None and whole.with_left_out(math.inf, bound_s) >= enough_s:
             problem = whole.problem if other is None else other.problem(whole.problem, whole.names, graph)

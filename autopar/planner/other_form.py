@@ -49,7 +49,7 @@ def bound_instead(stages: Stages, instead: Instead) -> float:
     with contextlib.suppress(TimeoutError):
         if stages.coarse is not None:
             f, problem, whole = stages.coarse
-            other = lower_bound_problem(f, problem, whole, instead.choices(f.names, graph))
+            other = lower_bound_problem(f, problem, whole, instead.choices(whole.names, graph))
             bound_s = least_s(instead.problem(other, f.names, graph))
         if (b := stages.bounding) is not None:
             # What was left out is slower by the coarse bound; of the other form, by as much less as that is less.

@@ -43,6 +43,7 @@ class Planner:
         self.captured, self.batch, self.limits = cache(captured), batch, limits
         self.on_progress, self.layout, self.least = on_progress, layout, least
         self.has_begun = False
+        self.each_s = math.inf  # what a program may take, where there is no limit and a plan already
         self.best_s = math.inf  # of a call, of what was planned so far
         self.made: dict[tuple[tuple[int, ...], int], Plan | InfeasibleError | NoneFasterError] = {}
         self.more: dict[
@@ -88,6 +89,7 @@ class Planner:
         def of(m: int, t: Task) -> Plan:
             made = self.of(m, t)
             patience.start()
+            self.each_s = patience.each_s
             return made
 
         def is_late(needs_s: float) -> bool:
@@ -141,6 +143,8 @@ class Planner:
         instead = other_of(t)
         has_plan = hand is None and any(isinstance(p, Plan) for p in self.made.values())
         limits = replace(self.limits, may_fail=has_plan and not self.least, below_s=self.below_s / m)
+        if has_plan and limits.in_proportion:
+            limits = replace(limits, seconds=min(limits.seconds, self.each_s))
 
         def keep(stages: Stages) -> None:
             if t is first:

@@ -50,6 +50,7 @@ LARGEST = 1500  # kinds of operators in a program of such
 LEAST_S = 10.0  # for an answer little above the smallest peak, where nothing else is within the budget
 PATIENT_S = 40.0  # where nobody said how much time there is: better late than no plan
 HAND_GAP = 0.002  # relative: of what is nearer to its bound nothing is asked
+SAME = 1e-4  # relative: what is faster by less is not looked for
 HAND_S, HAND_LEAST_S = 20.0, 5.0  # what it may take, and without which it is not begun
 GROUPED_S = 30.0  # for one of them, at most
 
@@ -140,7 +141,9 @@ class Step:
             return done
         hand = replace(hand, reshard_after_forward=not s.training.keeps_gathered)
         spent_s = time.perf_counter() - s.start
-        limits = replace(s.limits, seconds=min(s.limits.seconds, spent_s + HAND_S), in_proportion=False, below_s=found.objective_s)
+        limits = replace(
+            s.limits, seconds=min(s.limits.seconds, spent_s + HAND_S), in_proportion=False, below_s=(1 - SAME) * found.objective_s
+        )
         try:
             other = Step.of(self.folded, self.mesh.parents, self.cluster, s.training, limits, s.on_progress, hand, s.start).stages.run()
         except (NoneFaster, TimeoutError, LayoutError):

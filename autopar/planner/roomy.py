@@ -1,4 +1,4 @@
-"""How many micro-batches leave room: of which one may be kept whole, so that a plan of it is soon found.
+"""How many micro-batches leave room: of which all may be kept that is not cheap to make again, so that a plan of it is soon found.
 
 Fewer may be faster, and are planned afterwards; but where memory is short a plan takes longest to find, and at the end of its time there would be none.
 """
@@ -18,22 +18,22 @@ CHEAPLY = 0.5  # of what backward reads: what is left where all that costs littl
 
 
 def roomy(numbers: Sequence[int], folded: Folded, devices: int, training: TrainingConfig, batch: int) -> int:
-    """Of `numbers`, ascending, the least whose activations, all kept, fit beside parameters, gradients and the optimizer's state, everything split evenly over the devices. No
-    more than what leaves a sample for each device; but the next one, where devices share a sample's activations, if not even half of them would fit. folded: of the whole batch."""
+    """Of `numbers`, ascending, the least of whose activations half fit beside parameters, gradients and the optimizer's state, everything split evenly over the devices. No
+    more than what leaves a sample for each device; but the next one, where devices share a sample's activations. folded: of the whole batch."""
     counts = {t.name: folded.tensor_count.get(folded.tensor_rep.get(t.name, t.name), 1) for t in _once(folded)}
     elements = sum(t.numel * counts[t.name] for t in _once(folded))
     state = elements * (2 * training.master_bytes + training.state_bytes)
     kept = kept_bytes(folded)
 
-    def fits(m: int, share: float) -> bool:
-        return (share * kept / m + state) / devices <= ROOM * training.budget_bytes
+    def fits(m: int) -> bool:
+        return (CHEAPLY * kept / m + state) / devices <= ROOM * training.budget_bytes
 
     found = numbers[0]
     for m in numbers:
         if m > numbers[0] and batch // m < devices:
-            return found if batch // found < devices or fits(found, CHEAPLY) else m
+            return found if batch // found < devices else m
         found = m
-        if fits(m, 1.0):
+        if fits(m):
             break
     return found
 

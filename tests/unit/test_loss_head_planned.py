@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 import autopar
 from autopar.cost import Cost
@@ -18,11 +18,14 @@ from autopar.graph.mesh import Mesh
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Plan
 from autopar.planner import loss_head
+from autopar.planner.formulation.problem import Formulator
 from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.loss_head import Form, better, is_chunked
+from autopar.planner.merged_axes import merged as merged_axes
 from autopar.planner.offline import explain, frontier
-from autopar.planner.other_form import instead_of
-from autopar.planner.planning import plan_graph
+from autopar.planner.other_form import bound_instead, instead_of
+from autopar.planner.planning import least_of, plan_graph
+from autopar.planner.stages import Stages
 from autopar.planner.task import task
 from autopar.rules import lookup
 from autopar.rules.loss_head import BACKWARD, FORWARD
@@ -201,6 +204,38 @@ def test_nor_what_is_no_faster_by_the_bound_that_the_first_form_says() -> None:
     assert asked == [True] * 3
     better(forms(lambda says_other: _plan(2.0, 3.0)), least=True)
     assert not asked[-1]
+
+
+def test_clusters_of_merged_axes_are_others() -> None:
+    """The bound of the second form leaves out the first one's head by the clusters of the mesh itself, which are not those of its axes merged: it is about what the operators take at least."""
+    with torch.device("meta"):
+        model = Gemma3ForCausalLM(
+            Gemma3TextConfig(**SIZES | {"num_key_value_heads": 1}, head_dim=16, layer_types=["sliding_attention", "full_attention"])
+        )
+    mesh = {"a": 2, "b": 2, "c": 2}
+    t = task(
+        model,
+        {"input_ids": SHAPE, "labels": SHAPE},
+        "h100:1x8",
+        mesh,
+        None,
+        "bf16",
+        "adamw",
+        1,
+        4e9,
+        None,
+        lambda *_: None,
+        loss_head="auto",
+    )
+    mine, other = t.forms
+    stages = Stages(mine.folded, Mesh.of(mesh), mine.cluster, mine.training)
+    v = stages.view()
+    merged, whole = stages.formulated(v, next(merged_axes(stages.mesh))), Formulator(v.q, v.rules, stages.mesh, v.cost, mine.training)
+    whole.cluster_choices()
+    assert [c.leader for c in merged[0].clusters.clusters] != [c.leader for c in whole.clusters.clusters]
+    stages.coarse = merged[0].formulated(), merged[1], whole
+    found = bound_instead(stages, instead_of(mine.folded, other.folded, mesh, mine.cluster, mine.training))
+    assert found == pytest.approx(least_of(other.folded, mesh, other.cluster, other.training), rel=0.1)
 
 
 @pytest.mark.parametrize(
