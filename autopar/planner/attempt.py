@@ -11,6 +11,8 @@ from dataclasses import replace
 from autopar.graph.mesh import Mesh
 from autopar.hardware.cluster import Cluster
 from autopar.planner.formulation.formulated import Formulated
+from autopar.planner.formulation.instead import Instead
+from autopar.planner.formulation.lower_bound import lower_bound_problem
 from autopar.planner.formulation.more_often import Bounding
 from autopar.planner.formulation.names import Names
 from autopar.planner.formulation.problem import Formulator
@@ -54,6 +56,7 @@ class Attempt:
         # Programs whose relaxations bound all plans: of all axes; and what the coarse bound is made of.
         self.bounding: Bounding | None = None
         self.coarse: tuple[Formulated, Problem, Formulator] | None = None
+        self.coarse_problems: dict[Instead | None, Problem] = {}
 
     def view(self, segments: Mapping[str, Sequence[int]] | None = None) -> View:
         """Of the graph with its layers cut so; without, the same one each time."""
@@ -89,6 +92,16 @@ class Attempt:
             yield
         finally:
             self.on_progress(stage, time.perf_counter() - began)
+
+    def coarse_problem(self, instead: Instead | None = None) -> Problem:
+        """The program of the coarse bound (`autopar.planner.formulation.lower_bound`), or that of the step's other form."""
+        assert self.coarse is not None
+        if instead not in self.coarse_problems:
+            f, merged, whole = self.coarse
+            graph = self.view().shrunk.graph
+            made = lower_bound_problem(f, merged, whole, () if instead is None else instead.choices(whole.names, graph))
+            self.coarse_problems[instead] = made if instead is None else instead.problem(made, f.names, graph)
+        return self.coarse_problems[instead]
 
     def begin(self, stage: str) -> None:
         self.on_progress(Begun(stage), 0.0)

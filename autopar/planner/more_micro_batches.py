@@ -16,7 +16,7 @@ import time
 from dataclasses import replace
 
 from autopar.planner.formulation.instead import Instead
-from autopar.planner.formulation.lower_bound import at_the_step, lower_bound_problem
+from autopar.planner.formulation.lower_bound import at_the_step
 from autopar.planner.formulation.more_often import more_often
 from autopar.planner.stages import Stages
 from autopar.solver.frontier import Relaxation
@@ -54,9 +54,7 @@ def _bound_s(stages: Stages, instead: Instead | None, enough_s: float) -> float:
     for other in (None,) if instead is None else (None, instead):
         bound_s = 0.0
         if coarse is not None:
-            f, merged, of_all = coarse
-            problem = lower_bound_problem(f, merged, of_all, () if other is None else other.choices(of_all.names, graph))
-            bound_s = _least_s(stages, at_the_step(problem if other is None else other.problem(problem, f.names, graph), f.names))
+            bound_s = _least_s(stages, at_the_step(stages.coarse_problem(other), coarse[0].names))
         if whole is not None and whole.with_left_out(math.inf, bound_s) >= enough_s:
             problem = whole.problem if other is None else other.problem(whole.problem, whole.names, graph)
             more_s = _least_s(stages, more_often(problem, whole, stages.view().shrunk, stages.training))

@@ -11,7 +11,7 @@ from dataclasses import replace
 from autopar.graph.mesh import Mesh
 from autopar.hardware.cluster import Cluster
 from autopar.planner.formulation.instead import Instead
-from autopar.planner.formulation.lower_bound import lower_bound_problem, not_of_parameters
+from autopar.planner.formulation.lower_bound import not_of_parameters
 from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.stages import Stages
 from autopar.solver.fold import Folded
@@ -48,9 +48,7 @@ def bound_instead(stages: Stages, instead: Instead) -> float:
     stages.begin("bound of the other form")
     with contextlib.suppress(TimeoutError):
         if stages.coarse is not None:
-            f, problem, whole = stages.coarse
-            other = lower_bound_problem(f, problem, whole, instead.choices(whole.names, graph))
-            bound_s = least_s(instead.problem(other, f.names, graph))
+            bound_s = least_s(stages.coarse_problem(instead))
         if (b := stages.bounding) is not None:
             # What was left out is slower by the coarse bound; of the other form, by as much less as that is less.
             bound_s = max(bound_s, b.with_left_out(least_s(instead.problem(b.problem, b.names, graph)), bound_s))

@@ -24,7 +24,7 @@ from autopar.planner.attempt import Attempt
 from autopar.planner.best_cut import best_cut
 from autopar.planner.collecting import without_garbage_collection
 from autopar.planner.formulation.layouts import by_hand
-from autopar.planner.formulation.lower_bound import at_the_step, least_s, lower_bound_problem
+from autopar.planner.formulation.lower_bound import at_the_step, least_s
 from autopar.planner.formulation.more_often import Bounding
 from autopar.planner.formulation.problem import Formulator
 from autopar.planner.found import Found, arcs_of, better, is_recomputed, is_within
@@ -319,9 +319,10 @@ class Stages(Attempt):
         try:
             with watching(until=self.until):
                 whole = Formulator(v.q, v.rules, self.mesh, v.cost, self.training)
-                bound_s = least(lower_bound_problem(f.formulated(), problem, whole), self.left)
                 self.coarse = f.formulated(), problem, whole
+                bound_s = least(self.coarse_problem(), self.left)
         except TimeoutError:
+            self.coarse = None
             bound_s = least_s(v.shrunk, v.rules, v.cost)
         self.on_progress("bound", time.perf_counter() - began)
         return bound_s
@@ -329,8 +330,7 @@ class Stages(Attempt):
     def coarse_bound_at_the_step(self) -> float:
         """The coarse bound, if activations needed no memory."""
         assert self.coarse is not None
-        f, problem, whole = self.coarse
-        return least(at_the_step(lower_bound_problem(f, problem, whole), f.names), self.left) * (1 - EXACT)  # no more than any solver finds
+        return least(at_the_step(self.coarse_problem(), self.coarse[0].names), self.left) * (1 - EXACT)  # no more than any solver finds
 
     def pruned(self, v: View, best: Found | None, bound_s: float, coarse_bound_s: float) -> Found | None:
         """The whole program without what no answer better than `best`, or than what is asked for, has: a better answer or a better bound, where time allows.

@@ -16,7 +16,7 @@ from autopar.planner.formulation.names import Names
 from autopar.solver.problem import Flow, Key, Problem, Row
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Instead:
     """ops: that give way. forward_s, backward_s: what those in their place take at least. least_s: what each of the others takes at least, in all its copies."""
 
