@@ -87,17 +87,30 @@ class RuleError(AssertionError):
     """A line that does not fit its op: a defect in the rule, not in the user's model."""
 
 
+MOST = 4096  # matches that are kept
+_MATCHED: dict[tuple[object, ...], Rule] = {}
+
 _TOKEN = re.compile(r"\(|\)|\.\.\.|[A-Za-z_]\w*(?:\+|!|\^|:max|:min|:all)*|1|-")
 _LETTER = re.compile(r"([A-Za-z_]\w*)((?:\+|!|\^|:max|:min|:all)*)$")
 
 
 def match(line: Line | str, op: Op) -> Rule:
-    """Matches a line to the shapes of `op`'s tensors.
+    """Matches a line to the shapes of `op`'s tensors. Layers repeat, so what was found for the same shapes is kept.
 
     Raises RuleError, naming op and line, where they do not fit.
     """
     if isinstance(line, str):
         line = Line(line)
+    shapes = tuple(t.shape for t in op.inputs), tuple(None if t is None else t.shape for t in op.outputs)
+    key = line.text, line.linear, line.kind, *(tuple(m.items()) for m in (line.sizes, line.pairs, line.alongside)), shapes
+    if key not in _MATCHED:
+        if len(_MATCHED) >= MOST:
+            _MATCHED.clear()
+        _MATCHED[key] = _match(line, op)
+    return _MATCHED[key]
+
+
+def _match(line: Line, op: Op) -> Rule:
     left, right = line.text.split("->")
     operands = [o.strip() for o in left.split(",")] if left.strip() else []
     present = list(op.inputs)
