@@ -6,7 +6,7 @@ It takes a good part of the time to plan, and is asked for again by bounds of th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.cost import Cost
 from autopar.graph.mesh import Mesh
@@ -40,7 +40,11 @@ def view(folded: Folded, mesh: Mesh, cluster: Cluster, fuses: bool, segments: Ma
     for kept in _kept:
         if kept[0] is folded and kept[2] is cluster and (kept[1], kept[3]) == (mesh, fuses):
             return kept[4]
-    made = _made(folded, mesh, cluster, fuses, None)
+    alike = next((k[4] for k in _kept if k[0] is folded and k[3] == fuses), None)
+    if alike is not None:  # only prices go by the devices
+        made = replace(alike, cost=replace(alike.cost, cluster=cluster, mesh=mesh))
+    else:
+        made = _made(folded, mesh, cluster, fuses, None)
     _kept.append((folded, mesh, cluster, fuses, made))
     del _kept[:-KEPT]
     return made
