@@ -72,6 +72,7 @@ class Infeasible:
 
 LEAST_S = 0.3  # of a call of the solver: less is not worth its start
 SLIGHT = 1e-5  # of the budget: so much more is still within it
+KILOBYTE = 1e3  # which the solver may take a row to be kept with
 ASKED = 4  # times at most, for an answer that is
 
 
@@ -110,7 +111,7 @@ def solve(
         over = answer.price.over_bytes if isinstance(answer, Solution) else 0.0
         if not isinstance(answer, Solution) or over <= SLIGHT * problem.budget_bytes:
             break
-        less += 2 * over
+        less += 2 * over + min(KILOBYTE, 1e-3 * problem.budget_bytes)
         left = replace(limits, seconds=max(LEAST_S, limits.seconds - (time.perf_counter() - start)))
         answer = _solve(replace(problem, budget_bytes=problem.budget_bytes - less), left, hints, progress)
         if isinstance(answer, Infeasible):
