@@ -12,7 +12,6 @@ Where that bound is as good as the plan, memory cost it nothing, and more micro-
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import replace
 
 from autopar.planner.formulation.instead import Instead
@@ -31,14 +30,11 @@ def bound_of_more(stages: Stages, instead: Instead | None = None, enough_s: floa
     instead: the program's other form, which the bound then holds for as well. enough_s: what cannot come to that much is not looked for."""
     if stages.bounding is None and stages.coarse is None:
         return 0.0
-    began = time.perf_counter()
-    stages.begin("bound of more micro-batches")
-    try:
-        bound_s = _bound_s(stages, instead, enough_s)
-    except TimeoutError:
-        bound_s = 0.0
-    stages.on_progress("bound of more micro-batches", time.perf_counter() - began)
-    return bound_s
+    with stages.timed("bound of more micro-batches"):
+        try:
+            return _bound_s(stages, instead, enough_s)
+        except TimeoutError:
+            return 0.0
 
 
 def _least_s(stages: Stages, problem: Problem) -> float:

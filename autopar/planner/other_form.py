@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -39,18 +38,16 @@ def bound_instead(stages: Stages, instead: Instead) -> float:
     """Seconds that no plan of the other form takes less than; 0 where the first form's plan was found without a program that says it, or this takes too long.
 
     stages: that the first form was planned by."""
-    graph, bound_s, began = stages.view().shrunk.graph, 0.0, time.perf_counter()
+    graph, bound_s = stages.view().shrunk.graph, 0.0
 
     def least_s(problem: Problem) -> float:
         found = Relaxation(problem).at(stages.training.budget_bytes, replace(stages.left, seconds=SECONDS))
         return math.inf if found is None else found.tangent.at_s
 
-    stages.begin("bound of the other form")
-    with contextlib.suppress(TimeoutError):
+    with stages.timed("bound of the other form"), contextlib.suppress(TimeoutError):
         if stages.coarse is not None:
             bound_s = least_s(stages.coarse_problem(instead))
         if (b := stages.bounding) is not None:
             # What was left out is slower by the coarse bound; of the other form, by as much less as that is less.
             bound_s = max(bound_s, b.with_left_out(least_s(instead.problem(b.problem, b.names, graph)), bound_s))
-    stages.on_progress("bound of the other form", time.perf_counter() - began)
     return bound_s if math.isfinite(bound_s) else 0.0

@@ -314,17 +314,14 @@ class Stages(Attempt):
         """A bound of the whole. f, problem: of its mesh with axes merged."""
         if self.until - time.perf_counter() < SOON_S:
             return least_s(v.shrunk, v.rules, v.cost)
-        began = time.perf_counter()
-        self.begin("bound")
         try:
-            with watching(until=self.until):
+            with self.timed("bound"), watching(until=self.until):
                 whole = Formulator(v.q, v.rules, self.mesh, v.cost, self.training)
                 self.coarse = f.formulated(), problem, whole
                 bound_s = least(self.coarse_problem(), self.left)
         except TimeoutError:
             self.coarse = None
             bound_s = least_s(v.shrunk, v.rules, v.cost)
-        self.on_progress("bound", time.perf_counter() - began)
         return bound_s
 
     def coarse_bound_at_the_step(self) -> float:
