@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.utils._pytree
 
+from autopar._torch.distributed import wrapped
 from autopar._torch.parameters import move_parameter
 from autopar._torch.stepping import current, trying
 from autopar.errors import AutoparError
@@ -33,6 +34,7 @@ def dtensors_beside_tensors() -> None:
         _aten.index_put_.default: _put,
         _aten.pow_.Scalar: _power,
         _aten.copy_.default: _copy,
+        _aten.detach.default: _detach,
     }
     for call, handler in handlers.items():
         dispatcher._custom_op_handlers.setdefault(call, handler)
@@ -90,6 +92,11 @@ def _on_whole(call: Any, args: Any, kwargs: Any) -> Any:
         return DTensor.from_local(t, mesh, same, run_check=False) if isinstance(t, torch.Tensor) else t
 
     return torch.utils._pytree.tree_map(replicated, call(*args, **kwargs))
+
+
+def _detach(call: Any, args: Any, kwargs: Any) -> Any:
+    """autograd detaches every gradient that it hands over. torch's way around a DTensor costs twice as much."""
+    return wrapped(args[0]._local_tensor.detach(), args[0]._spec)
 
 
 def _whole(call: Any, args: Any, kwargs: Any) -> Any:

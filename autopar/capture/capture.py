@@ -14,7 +14,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -38,13 +38,12 @@ from autopar.tensors.memory_format import order_of, strides_of
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # (global shape, dtype) of every tensor of a call
 
 
-@dataclass(frozen=True)
-class Role:
+class Role(NamedTuple):
     """What a graph input or output is: kind in {param, buffer, input, tangent, output, grad, none}, name or position."""
 
     kind: str
     name: str = ""
-    index: int = -1
+    index: int = -1  # type: ignore[assignment]  # in place of the method of tuples
 
 
 @dataclass(frozen=True)

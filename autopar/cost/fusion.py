@@ -13,7 +13,8 @@ The level is first the lowest possible, the most non-fusible ops on any path tha
 that uses them: in backward, what only needs forward's values, such as a norm's `2 x`, could be made at once, but is made where it is used.
 
 Constants, and what is made of them alone (a mask), are made where they are used, and operands that were expanded are read from cache: neither is charged. What the plan redistributes between
-two ops of a group is written and read all the same, and a reduction that needs a second pass reads twice: neither is seen here.
+two ops of a group is written and read all the same: that is not seen here. Nor is the pass that batch statistics take by themselves (`memory.again_bytes`), or another reduction
+whose rows are too long for a cache.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ views                  nothing: another look at the same memory
 constants, `x_like`    read nothing; uninitialised memory is not written either
 lookups                of the table only the rows that are asked for
 everything else        every distinct operand once, every output once
+batch statistics       what they are of once more: each channel's are complete before the first element of the result is known, and no cache holds so much
 """
 
 from __future__ import annotations
@@ -22,6 +23,13 @@ _COPIES = """
 """
 COPIES = frozenset(_COPIES.split())
 LOOKUPS = frozenset(("embedding", "gather", "index_select", "index", "_unsafe_index"))
+# By name: which argument says that the statistics are the batch's, not given ones.
+_TRAINING = {
+    "_native_batch_norm_legit_functional": -3,
+    "native_batch_norm": -3,
+    "_native_batch_norm_legit": -3,
+    "native_batch_norm_backward": 7,
+}
 
 
 def base_name(op: Op) -> str:
@@ -47,6 +55,19 @@ def writes(op: Op) -> tuple[Tensor, ...]:
     if name.startswith(("empty", "new_empty")):
         return ()
     return tuple(o for o in op.outputs if o is not None)
+
+
+def of_batch_statistics(op: Op) -> bool:
+    """Whether `op` makes numbers of a whole batch, one a channel, and then goes over the batch with them: batch_norm in training, and its backward."""
+    at = _TRAINING.get(base_name(op))
+    return at is not None and bool(op.args[at])
+
+
+def again_bytes(op: Op, ins: tuple[Placement, ...], mesh: Mesh) -> float:
+    """Bytes of operands that one rank reads in a pass of its own, whatever the op's kernel reads besides."""
+    if not of_batch_statistics(op):
+        return 0.0
+    return sum(local_bytes(t, p, mesh) for t, p in zip(op.inputs, ins, strict=True) if t.shape == op.inputs[0].shape)
 
 
 def local_bytes(t: Tensor, at: Placement, mesh: Mesh) -> float:

@@ -112,6 +112,7 @@ class Cost:
             moved, launches = self._moved_again(op, ins, outs, launches)
         else:
             moved = memory.moved_bytes(op, ins, outs, self.mesh, share.reads, share.writes)
+        moved += memory.again_bytes(op, ins, self.mesh)
         if experts.is_experts(op):
             moved += experts.moved_bytes(op, compute.local_sizes(rule, strategy, self.mesh))
         if rule.kind == "random" and self.fused is None and outs[0] is not None:
@@ -138,8 +139,10 @@ class Cost:
         if memory.is_view(op, rule) or self.cluster.device.curves:
             return 0.0
         read, written, launches = self.share(op, rule)
+        ins = tuple(Placement.of(t.shape) for t in op.inputs)
         outs = tuple(None if t is None else Placement.of(t.shape) for t in op.outputs)
-        moved = memory.moved_bytes(op, tuple(Placement.of(t.shape) for t in op.inputs), outs, self.mesh, read, written) / self.mesh.size
+        moved = memory.moved_bytes(op, ins, outs, self.mesh, read, written) + memory.again_bytes(op, ins, self.mesh)
+        moved /= self.mesh.size
         kind = compute.attention_kind(op, rule, {}, self.mesh) if rule.kind == "attention" else rule.kind
         return self.kernel_s(kind, compute.compute_dtype(op), compute.flops(op, rule, {}, self.mesh) / self.mesh.size, moved, launches)
 

@@ -14,7 +14,7 @@ import math
 
 from autopar.cost import experts, loss_head
 from autopar.cost.compute import local_sizes
-from autopar.cost.memory import base_name
+from autopar.cost.memory import base_name, of_batch_statistics
 from autopar.cost.ring import Within, hops
 from autopar.graph.graph import DTYPE_BYTES, Op, Tensor
 from autopar.graph.mesh import Mesh
@@ -23,7 +23,6 @@ from autopar.rules.grammar import Rule
 from autopar.rules.strategy import Strategy
 
 _SOFTMAX = {"_softmax": 2, "_log_softmax": 2, "_safe_softmax": 2, "_softmax_backward_data": 1, "_log_softmax_backward_data": 1}
-_BATCH_NORM = {"_native_batch_norm_legit_functional": -3, "native_batch_norm": -3, "_native_batch_norm_legit": -3}
 MEAN, SUM = 1, 2
 
 
@@ -54,10 +53,8 @@ def _blocking(
         axes = _axes(mesh, {s.axis for s in at.splits if s.dim == dim})
         local = at.local_shape(mesh)
         return _reduced(mesh, axes, math.prod(local) // max(local[dim], 1) * _wide(x), _SOFTMAX[name])
-    if name in _BATCH_NORM or name == "native_batch_norm_backward":
+    if name == "native_batch_norm_backward" or of_batch_statistics(op):
         x, at = op.inputs[0], ins[0]
-        if name != "native_batch_norm_backward" and not op.args[_BATCH_NORM[name]]:
-            return ()
         axes = _axes(mesh, {s.axis for s in at.splits if s.dim != 1})
         return _reduced(mesh, axes, at.local_shape(mesh)[1] * _wide(x), 2)
     return ()

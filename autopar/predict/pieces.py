@@ -14,7 +14,7 @@ from functools import cached_property
 
 from autopar.cost import compute
 from autopar.cost.fusion import Share, is_fusible
-from autopar.cost.memory import moved_bytes, reads, writes
+from autopar.cost.memory import again_bytes, moved_bytes, reads, writes
 from autopar.cost.op_collectives import inside
 from autopar.graph.graph import Graph, Op, Tensor
 from autopar.graph.placement import Placement
@@ -175,7 +175,8 @@ class _Reader:
     def task(self, op: Op, share: Share, again: bool = False) -> Task | None:
         rule: Rule = self.rules[op.name]
         split, want, made = self.placed(op)
-        moved, launches = moved_bytes(op, want, made, self.mesh, share.reads, share.writes), float(share.launches)
+        moved = moved_bytes(op, want, made, self.mesh, share.reads, share.writes) + again_bytes(op, want, self.mesh)
+        launches = float(share.launches)
         if self.fusion == "compiled":
             cost = self.found.formulated.cost.op(op, rule, split, want, made, again)
             moved, launches = cost.bytes, cost.launches

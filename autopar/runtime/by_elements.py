@@ -52,19 +52,21 @@ def _split_alike(of_one: Sequence[Any], meshes: dict[int, bool]) -> bool:
     p = of_one[0]
     if not isinstance(p, DTensor) or not isinstance(of_one[1], DTensor):
         return False
-    mesh, where = p.device_mesh, p.placements
-    if (known := meshes.get(id(mesh))) is None:
-        known = meshes[id(mesh)] = is_ours(mesh)
+    spec = last = _torch.dtensor_spec(p)
+    if (known := meshes.get(id(spec.mesh))) is None:
+        known = meshes[id(spec.mesh)] = is_ours(spec.mesh)
     if not known:
         return False
     for t in of_one[1:]:
         if isinstance(t, DTensor):
-            alike = t.placements == where and (t.device_mesh is mesh or t.device_mesh == mesh) and t.shape == p.shape
+            other = _torch.dtensor_spec(t)  # state that was made of a gradient shares its
+            alike = other is last or (other.placements == spec.placements and other.mesh == spec.mesh and other.shape == spec.shape)
+            last = other
         else:
             alike = not isinstance(t, torch.Tensor) or t.numel() == 1
         if not alike:
             return False
-    return not any(x.is_partial() for x in where)
+    return not any(x.is_partial() for x in spec.placements)
 
 
 def _parts(each: Any, ours: Sequence[int]) -> Any:

@@ -60,8 +60,9 @@ class Tensors:
 
 def padded_local(param: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """The local shard in the graph's (padded) shape: the storage behind an uneven DTensor shard has room for it."""
-    local = _torch.local_tensor(param).detach() if isinstance(param, DTensor) else param.detach()
-    if tuple(local.shape) == shape:
+    local = _torch.local_tensor(param) if isinstance(param, DTensor) else param
+    local = local.detach() if local.requires_grad else local
+    if local.shape == shape:
         return local
     pad: list[int] = []
     for have, want in reversed(list(zip(local.shape, shape, strict=True))):

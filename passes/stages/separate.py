@@ -114,7 +114,7 @@ class _Separator:
                 stages = holders.get(role.name, (0,))
                 for s in stages:  # what is free, such as zeros, is on the first
                     mine = [x for x in parts.get(role.name, ()) if (stages[0] if (at := self.stage(x.made)) is None else at) == s]
-                    roles.append(replace(role, name=self.named(role.name, s, holders)))
+                    roles.append(role._replace(name=self.named(role.name, s, holders)))
                     outputs.append(self.whole(mine, s) if mine else None)
             else:
                 roles.append(role)
@@ -166,7 +166,7 @@ class _Separator:
                 new = self.out.node_copy(n) if s in (None, stages[0]) else self.out.placeholder(f"{n.name}_at_{s}")
                 new.meta = dict(n.meta)
                 self.made[n].on[s] = new
-                roles.append(role if s is None else replace(role, name=self.named(role.name, s, holders)))
+                roles.append(role if s is None else role._replace(name=self.named(role.name, s, holders)))
         return tuple(roles)
 
     def in_order(self) -> list[fx.Node]:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autopar.cost import Cost, OpCost
-from autopar.cost.fusion import ALONE, Storages, _groups, fused
+from autopar.cost.fusion import ALONE, Share, Storages, _groups, fused
 from autopar.cost.links import members_on_node
 from autopar.cost.memory import COPIES, LOOKUPS
 from autopar.cost.model import DRAW_BYTES, DRAW_CALLS
@@ -229,6 +229,32 @@ def test_bytes(op: Op, nbytes: int) -> None:
     c = price(op)
     assert (c.bytes, c.flops) == (nbytes, 0)
     assert c.seconds == pytest.approx((3e-6 if nbytes else 0) + nbytes / MEMORY)
+
+
+def batch_norm(training: bool) -> Op:
+    x, stats = tensor("x", 8, 4, 16), [tensor(n, 4) for n in "wbmv"]
+    outs = (tensor("y.0", 8, 4, 16), *(tensor(f"y.{i}", 4) for i in (1, 2, 3, 4)))
+    return call("aten._native_batch_norm_legit_functional.default", x, *stats, training, 0.1, 1e-5, out=outs)
+
+
+def test_statistics_of_a_batch_take_a_pass_of_their_own() -> None:
+    x, vectors = 2 * 8 * 4 * 16, 8 * 2 * 4
+    assert price(batch_norm(False)).bytes == 2 * x + vectors
+    assert price(batch_norm(True)).bytes == 3 * x + vectors
+    # In a kernel that has read all of its operands: the pass is what is left.
+    shared = Cost(H100, ONE, {"y": Share(frozenset(), frozenset(), False)})
+    assert price(batch_norm(True), cost=shared).bytes == x
+    # A rank of two reads its half of the batch.
+    assert price(batch_norm(True), {"t": ("s0", 4)}, Mesh.of({"t": 2})).bytes == pytest.approx(3 * x / 2 + vectors)
+    grad, y = tensor("g", 8, 4, 16), tensor("x", 8, 4, 16)
+    stats = [tensor(n, 4) for n in "wmvab"]
+    backward = call(
+        "aten.native_batch_norm_backward.default",
+        *(grad, y, *stats, True, 1e-5, [True, True, True]),
+        out=(tensor("d.0", 8, 4, 16), tensor("d.1", 4), tensor("d.2", 4)),
+        direction="backward",
+    )
+    assert price(backward).bytes == 5 * x + 7 * 2 * 4
 
 
 def test_lists_of_ops_name_ops_that_exist() -> None:
