@@ -60,7 +60,7 @@ Order = Annotated[
     str | None,
     typer.Option(
         "--schedule",
-        help="of a mesh with an axis pp: gpipe, 1f1b (the default), interleaved, zb-h1, zbv, dualpipev, or the path of a .csv in torch's notation",
+        help="of a mesh with an axis pp: gpipe, 1f1b, interleaved, zb-h1, zbv, dualpipev, or the path of a .csv in torch's notation; by default the fastest of them, or one made for the stages",
     ),
 ]
 Chunks = Annotated[int | None, typer.Option("--virtual-stages", min=1, help="stages a rank has, of --schedule interleaved")]

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
+from autopar.pipeline import Lists, parse, scheduled, verified
+from autopar.pipeline.named import INTERLEAVED
 from autopar.timeline.profile import Profile
 
 OFFLOAD = "offload:"
@@ -62,9 +64,9 @@ class CollectiveUse:
 
 @dataclass(frozen=True)
 class PipelineChoice:
-    """The stages of a pipeline. schedule: its name; where: the rank of each stage; layers: paths of its layers' modules; work: its share of forward and backward; sent_bytes: what it sends
+    """The stages of a pipeline. schedule: its name; actions: of a schedule that has none of its own, a line a rank as `autopar.pipeline.actions` writes them; where: the rank of each stage; layers: paths of its layers' modules; work: its share of forward and backward; sent_bytes: what it sends
     to the next one, of a micro-batch, on each of its devices; bubble: share of the step in which ranks wait, by the replay, with stages that take as `work` says. forward_s, backward_s, hop_s:
-    what the replay was made with, by stage, and by rank; empty where there are no times."""
+    what the replay was made with, by stage, and by rank; empty where there are no times. weight_s: of backward_s the part that makes gradients of parameters alone; empty: half."""
 
     schedule: str
     ranks: int
@@ -76,6 +78,15 @@ class PipelineChoice:
     forward_s: tuple[float, ...] = ()
     backward_s: tuple[float, ...] = ()
     hop_s: tuple[float, ...] = ()
+    weight_s: tuple[float, ...] = ()
+    actions: tuple[str, ...] = ()
+
+    def lists(self, micro_batches: int) -> Lists:
+        """What every rank does. Raises LayoutError for a schedule that is not known by its name and not written out."""
+        if self.actions:
+            return verified(parse("\n".join(self.actions), self.schedule, self.schedule))
+        stages = len(self.where) // self.ranks if self.schedule == INTERLEAVED else None
+        return scheduled(self.schedule, self.ranks, micro_batches, stages)
 
 
 @dataclass(frozen=True)

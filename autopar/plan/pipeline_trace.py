@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from autopar.errors import AutoparError, LayoutError
-from autopar.pipeline import Times, scheduled, spans
+from autopar.pipeline import Times, spans
 from autopar.plan.decisions import Decisions
 from autopar.timeline.perfetto import complete, document, write
 
@@ -19,15 +19,14 @@ def trace(plan: Decisions, title: str) -> dict[str, Any]:
         raise AutoparError(
             "this plan does not say what its stages take", fix="make it again, with autopar.plan(...) or `autopar plan ... -o FILE`"
         )
-    stages = len(p.where)
     try:
-        lists = scheduled(p.schedule, p.ranks, plan.micro_batches, stages // p.ranks if p.schedule == "interleaved" else None)
+        lists = p.lists(plan.micro_batches)
     except LayoutError as e:
         raise AutoparError(
             f"this plan's schedule, {p.schedule!r}, is not known by its name", where="pipeline", fix="plan with one of autopar's schedules"
         ) from e
     events = []
-    for s in spans(lists, Times(p.forward_s, p.backward_s, p.hop_s)):
+    for s in spans(lists, Times(p.forward_s, p.backward_s, p.hop_s, weight_s=p.weight_s)):
         a, layers = s.action, p.layers[s.action.stage]
         args = {"stage": a.stage, "micro_batch": a.micro_batch, "layers": layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"}
         events.append(complete(a.said().rpartition(" (")[0], a.kind, s.start_s, s.end_s, s.rank + 1, args))

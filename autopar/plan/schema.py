@@ -20,6 +20,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
+from autopar.errors import LayoutError
 from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
 from autopar.plan.checks import Checker, PlanError, contradiction, mesh_of
@@ -91,6 +92,8 @@ class PipelineModel(_Model):
     forward_s: Short[Number] = []
     backward_s: Short[Number] = []
     hop_s: Short[Number] = []
+    weight_s: Short[Number] = []
+    actions: Short[str] = []
 
 
 class PlanModel(_Model):
@@ -402,7 +405,7 @@ def _decode(file: FileModel, kind: type[P]) -> P:
         segments={name: tuple(counts) for name, counts in m.segments},
         together=m.together,
         micro_batches=m.micro_batches,
-        pipeline=None if m.pipeline is None else _pipeline(m.pipeline),
+        pipeline=None if m.pipeline is None else _pipeline(m.pipeline, m.micro_batches),
         modules=modules,
         cluster=m.cluster,
         activations={tensor: policy for policy, tensors in m.activations.items() for tensor in tensors},
@@ -412,16 +415,30 @@ def _decode(file: FileModel, kind: type[P]) -> P:
     )
 
 
-def _pipeline(m: PipelineModel) -> PipelineChoice:
+def _pipeline(m: PipelineModel, micro_batches: int) -> PipelineChoice:
     stages = len(m.where)
     if not stages or any(len(x) != stages for x in (m.layers, m.work, m.sent_bytes)) or set(m.where) != set(range(m.ranks)):
         raise contradiction(f"{stages} stages on {m.ranks} ranks, which its lists are not of", "pipeline")
-    times = m.forward_s, m.backward_s, m.hop_s
-    if any(times) and tuple(map(len, times)) != (stages, stages, m.ranks):
+    times = m.forward_s, m.backward_s, m.hop_s, m.weight_s
+    if any(times) and tuple(map(len, times)) not in ((stages, stages, m.ranks, stages), (stages, stages, m.ranks, 0)):
         raise contradiction(f"times of other stages than {stages} on {m.ranks} ranks", "pipeline")
     layers = tuple(tuple(x) for x in m.layers)
     _once([n for x in layers for n in x], "pipeline")
-    return PipelineChoice(m.schedule, m.ranks, tuple(m.where), layers, tuple(m.work), tuple(m.sent_bytes), m.bubble, *map(tuple, times))
+    seconds = {"forward_s": m.forward_s, "backward_s": m.backward_s, "hop_s": m.hop_s, "weight_s": m.weight_s}
+    of = {k: tuple(v) for k, v in seconds.items()}
+    made = PipelineChoice(
+        m.schedule, m.ranks, tuple(m.where), layers, tuple(m.work), tuple(m.sent_bytes), m.bubble, **of, actions=tuple(m.actions)
+    )
+    if m.actions:
+        try:
+            lists = made.lists(micro_batches)
+        except LayoutError as e:
+            raise contradiction(f"actions that make no schedule: {e.what}", "pipeline") from e
+        if (len(lists.ranks), lists.where, lists.micro_batches) != (m.ranks, made.where, micro_batches):
+            raise contradiction(
+                f"actions of other ranks, stages or micro-batches than its {m.ranks}, {stages} and {micro_batches}", "pipeline"
+            )
+    return made
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,8 @@ def text(plan: Decisions) -> str:
         lines.append(f"head of the loss: {plan.solver['loss_head']}")
     if "meshes" in plan.solver:
         lines += textwrap.wrap(f"meshes tried, each with a bound of its own: {plan.solver['meshes']}", WIDTH, subsequent_indent="    ")
+    if "schedules" in plan.solver:
+        lines += textwrap.wrap(f"schedules tried: {plan.solver['schedules']}", WIDTH, subsequent_indent="    ")
     if "pipelines" in plan.solver:
         lines += textwrap.wrap(f"pipelines: {plan.solver['pipelines']}", WIDTH, subsequent_indent="    ")
     if "micro_batches" in plan.solver:

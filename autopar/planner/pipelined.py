@@ -27,13 +27,14 @@ from autopar.pipeline import Lists, scheduled
 from autopar.plan.plan import Plan
 from autopar.planner.axes import PIPELINE as AXIS
 from autopar.planner.axes import said
-from autopar.planner.cuts import LAYER, Cut, cut_work, free_ops, layers, of_enough, units, work_of
+from autopar.planner.cuts import LAYER, Cut, cut_work, free_ops, layers, of_enough, producers, readers_of, units, work_of
 from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.layout import Layout
 from autopar.planner.loss_head import CHUNKED, PLAIN, is_chunked
 from autopar.planner.micro_batches import candidates
 from autopar.planner.over_meshes import Planner
 from autopar.planner.progress import Progress
+from autopar.planner.schedules import fastest
 from autopar.planner.staged import of_a_stage, of_the_pipeline
 from autopar.planner.task import Task
 from autopar.rules import lookup
@@ -63,14 +64,15 @@ class Pipelined:
         training = of_a_stage(t.training, len(self.lists.ranks), self.lists.stages, self.lists.most_in_flight)
         return replace(t, training=training, other=None if t.other is None else self.of_a_stage(t.other))
 
-    def told(self, plan: Plan, folded: Folded, model: nn.Module) -> Plan:
-        """`plan`, of all micro-batches on a stage's mesh as if that had all layers, as that of the pipeline."""
-        work = LayerWork.of(folded, model)
+    def told(self, plan: Plan, graph: Graph, work: LayerWork, planned: Lists | None = None) -> Plan:
+        """`plan`, of all micro-batches on a stage's mesh as if that had all layers, as that of the pipeline. planned: the schedule that it was made for, default this one. Raises LayoutError."""
         of_enough(work.layers, self.lists.stages)
         cut = cut_work(work.layers, work.both, self.lists.stages)
-        sent = self.sent_bytes(plan, folded.graph, work, cut)
-        forward, backward = (of_stages(cut, work.layers, half) for half in (work.forward, work.backward))
-        made = of_the_pipeline(plan, self.lists, cut.stages, (forward, backward), sent, self.hop_s(sent))
+        sent = self.sent_bytes(plan, graph, work, cut)
+        forward, backward, weight = (of_stages(cut, work.layers, half) for half in (work.forward, work.backward, work.weight))
+        # The first stage sends no gradients: all of its backward is W.
+        weight = [1.0, *(w / b if b else 0.0 for w, b in zip(weight[1:], backward[1:], strict=True))]
+        made = of_the_pipeline(plan, self.lists, cut.stages, (forward, backward), sent, self.hop_s(sent), weight, planned)
         told = dict(made.solver)
         if "loss_head" in told:  # its figures are of the mesh alone
             told["loss_head"] = CHUNKED if is_chunked(plan) else PLAIN
@@ -138,27 +140,40 @@ class Asked:
                     fix="make their number one that divides the batch",
                 )
             p = Pipelined.of(axes, cluster, schedule, virtual_stages, m)
-            planner = Planner(
-                lambda k: p.of_a_stage(self.captured(k, p.stage, p.axes)),
-                self.batch,
-                self.limits,
-                self.on_progress,
-                self.layout,
-                self.least,
+            made, folded = self.of_a_stage(p, m)
+            graph, work = folded.graph, LayerWork.of(folded, model)
+            first = p.told(made, graph, work)
+            if schedule is not None or virtual_stages is not None:
+                return first
+
+            def replanned(lists: Lists) -> Plan:
+                q = replace(p, lists=lists)
+                made, folded = self.of_a_stage(q, m)
+                return q.told(made, folded.graph, LayerWork.of(folded, model))
+
+            kinds = {op.name: lookup(op).kind for op in graph.ops}
+            return fastest(
+                first, p.lists, len(work.layers), kinds, lambda x: replace(p, lists=x).told(made, graph, work, p.lists), replanned
             )
-            planner.has_begun, self.has_begun = self.has_begun, True
-            try:
-                made = planner.plan(p.axes, m)
-            except InfeasibleError as e:
-                raise e.of_one_micro_batch() from None
-            t = planner.captured(m)
-            return p.told(made, (t.other if t.other is not None and is_chunked(made) else t).folded, model)
 
         if isinstance(number, int):
             return of(number)
         late = self.on_progress.start + self.limits.seconds
         numbers = [m for m in candidates(self.batch) if self.batch % m == 0]
         return best_number(numbers, axes[AXIS], of, lambda: not self.limits.in_proportion and time.perf_counter() > late - self.longest_s())
+
+    def of_a_stage(self, p: Pipelined, m: int) -> tuple[Plan, Folded]:
+        """The plan of a stage's mesh, as if that had all layers, and its program. Raises InfeasibleError."""
+        planner = Planner(
+            lambda k: p.of_a_stage(self.captured(k, p.stage, p.axes)), self.batch, self.limits, self.on_progress, self.layout, self.least
+        )
+        planner.has_begun, self.has_begun = self.has_begun, True
+        try:
+            made = planner.plan(p.axes, m)
+        except InfeasibleError as e:
+            raise e.of_one_micro_batch() from None
+        t = planner.captured(m)
+        return made, (t.other if t.other is not None and is_chunked(made) else t).folded
 
     def longest_s(self) -> float:
         """What planning another number may take: half of what all have taken so far."""
@@ -200,11 +215,12 @@ def of_stages(cut: Cut, layers: Sequence[str], work: Sequence[float]) -> list[fl
 
 @dataclass(frozen=True)
 class LayerWork:
-    """layers: of the whole model, in order; forward, backward: what each has to do; like: the number of the captured layer in whose place each is."""
+    """layers: of the whole model, in order; forward, backward: what each has to do; weight: of backward what makes gradients of parameters alone, which no other layer waits for; like: the number of the captured layer in whose place each is."""
 
     layers: tuple[str, ...]
     forward: tuple[float, ...]
     backward: tuple[float, ...]
+    weight: tuple[float, ...]
     like: Mapping[str, int]
     unit: Mapping[str, int]  # operator of forward -> number of its captured layer
 
@@ -219,25 +235,23 @@ class LayerWork:
         captured = layers(graph, free)
         number = {layer: i for i, layer in enumerate(captured)}
         unit = units(graph, free, number)
-        ahead, back = [0.0] * len(captured), [0.0] * len(captured)
-        of_module: dict[str, int] = {}
+        behind = layers_behind(graph, free, number, unit)
+        waited = waited_for(graph, behind)
+        ahead, back, alone = ([0.0] * len(captured) for _ in range(3))
         for op in graph.ops:
             if op.direction == "forward" and op.name in unit:
                 ahead[unit[op.name]] += work_of(op)
-                of_module[op.module] = unit[op.name]
-        for op in graph.ops:
-            if op.direction == "backward" and op.name not in free and captured:
-                found = LAYER.match(op.module)
-                at = number.get(found[1]) if found else None
-                back[of_module.get(op.module, len(captured) - 1) if at is None else at] += work_of(op)
+            elif op.name in behind:
+                back[behind[op.name]] += work_of(op)
+                alone[behind[op.name]] += 0.0 if op.name in waited else work_of(op)
         whole, like = in_the_whole(folded, model, captured)
-        forward, backward = ([half[like[layer]] for layer in whole] for half in (ahead, back))
+        forward, backward, weight = ([half[like[layer]] for layer in whole] for half in (ahead, back, alone))
         # What comes before the layers and after them is in the first and the last that were captured.
         for at, of in ((0, 0), (-1, len(captured) - 1)):
             if whole and like[whole[at]] != of:
-                forward[at] += max(0.0, ahead[of] - ahead[like[whole[at]]])
-                backward[at] += max(0.0, back[of] - back[like[whole[at]]])
-        return LayerWork(tuple(whole), tuple(forward), tuple(backward), like, unit)
+                for half, seen in ((forward, ahead), (backward, back), (weight, alone)):
+                    half[at] += max(0.0, seen[of] - seen[like[whole[at]]])
+        return LayerWork(tuple(whole), tuple(forward), tuple(backward), tuple(weight), like, unit)
 
     def handed_on(self, graph: Graph, shares: Callable[[Op], list[float]]) -> list[float]:
         """By captured layer but the last, bytes on a device of what later ones read of it and those before it. shares: of each result of an operator."""
@@ -259,6 +273,32 @@ class LayerWork:
         return found[:-1]
 
 
+def layers_behind(graph: Graph, free: frozenset[str], number: Mapping[str, int], unit: Mapping[str, int]) -> dict[str, int]:
+    """The layer of every operator of backward that is not free: its module's, else the earliest of what it reads of backward, else that of the operator of forward whose module it names, else the last.
+    number: of layers; unit: of operators of forward."""
+    if not number:
+        return {}
+    of_module = {op.module: unit[op.name] for op in graph.ops if op.direction == "forward" and op.name in unit}
+    found: dict[str, int] = {}
+    for op in graph.ops:
+        if op.direction == "backward" and op.name not in free:
+            named = LAYER.match(op.module)
+            at = number.get(named[1]) if named else None
+            default = of_module.get(op.module, len(number) - 1)
+            found[op.name] = min((found[a] for a in producers(op) if a in found), default=default) if at is None else at
+    return found
+
+
+def waited_for(graph: Graph, behind: Mapping[str, int]) -> set[str]:
+    """Operators of backward from which one of an earlier layer follows. behind: the layer of each."""
+    readers, found = readers_of(graph), set[str]()
+    for op in reversed(graph.ops):
+        at = behind.get(op.name)
+        if at is not None and any(r in found or behind.get(r, at) < at for r in readers.get(op.name, ())):
+            found.add(op.name)
+    return found
+
+
 def in_the_whole(folded: Folded, model: nn.Module, captured: Sequence[str]) -> tuple[list[str], dict[str, int]]:
     """The model's layers in order, and for each the number of the captured one that it is as."""
     number = {layer: i for i, layer in enumerate(captured)}
@@ -278,7 +318,7 @@ def in_the_whole(folded: Folded, model: nn.Module, captured: Sequence[str]) -> t
 
 
 def best_number(numbers: Sequence[int], ranks: int, planned: Callable[[int], Plan], is_late: Callable[[], bool]) -> Plan:
-    """The fastest plan over numbers of micro-batches, from four a rank on to both sides as long as that is faster. Raises what the first raises where none fits."""
+    """The fastest plan over numbers of micro-batches, from four a rank on to more, or where that is no faster to fewer, as long as that is faster. Raises what the first raises where none fits."""
     order = sorted(numbers)
     at = next((i for i, m in enumerate(order) if m >= 4 * ranks), len(order) - 1)
     made: dict[int, Plan] = {}
@@ -297,6 +337,8 @@ def best_number(numbers: Sequence[int], ranks: int, planned: Callable[[int], Pla
     best = at
     takes(at)
     for step in (1, -1):
+        if best != at:
+            break
         i = at + step
         while 0 <= i < len(order) and not (made and is_late()) and (takes(i) < takes(best) or not made):
             best = i

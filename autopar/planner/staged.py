@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.pipeline import Lists, Times, replay, waits_s
+from autopar.pipeline.named import NAMES
 from autopar.plan.decisions import BUCKETED, PipelineChoice
 from autopar.plan.plan import Plan
 from autopar.planner.formulation.training import TrainingConfig
@@ -37,6 +38,11 @@ def of_a_stage(training: TrainingConfig, ranks: int, stages: int, in_flight: int
     )
 
 
+def held_share(lists: Lists) -> float:
+    """Of the activations of all layers, of a micro-batch, what the rank that holds most has of them at once."""
+    return lists.most_in_flight / lists.stages
+
+
 def of_the_pipeline(
     plan: Plan,
     lists: Lists,
@@ -44,9 +50,12 @@ def of_the_pipeline(
     work: tuple[Sequence[float], Sequence[float]],
     sent_bytes: Sequence[float],
     hop_s: tuple[float, ...] = (),
+    weight: Sequence[float] = (),
+    planned: Lists | None = None,
 ) -> Plan:
     """`plan`, whose figures are of the mesh alone, with those of the pipeline. layers: of each stage; work: of each in forward and in backward, in any unit that is the same for both; sent_bytes:
-    of each, to the next; hop_s: what that takes, by rank; default nothing. Where the plan has no times, the bubble is that of the work."""
+    of each, to the next; hop_s: what that takes, by rank; default nothing; weight: of each stage's backward, the share that makes gradients of parameters alone; default half. planned: the schedule
+    that `plan` was made for, default `lists`; where it holds more activations than these lists do, its memory is said. Where the plan has no times, the bubble is that of the work."""
     ranks, m = len(lists.ranks), lists.micro_batches
     hop_s = hop_s or (0.0,) * ranks
     total = sum(map(sum, work)) or 1.0
@@ -54,12 +63,14 @@ def of_the_pipeline(
     p = dict(plan.predicted)
     call_s = [p.get(f"{half}_alone_s", p.get(f"{half}_s", 0.0)) / m for half in ("forward", "backward")]
     seconds = [tuple(x / (sum(half) or 1.0) * t for x in half) for half, t in zip((forward, backward), call_s, strict=True)]
-    ran = replay(lists, Times(seconds[0], seconds[1], hop_s))
-    pipeline_s, in_flight = ran.total_s, lists.most_in_flight
+    weight_s = tuple(x * s for x, s in zip(weight, seconds[1], strict=True)) if weight else ()
+    ran = replay(lists, Times(seconds[0], seconds[1], hop_s, weight_s=weight_s))
+    pipeline_s, held = ran.total_s, max(map(held_share, (lists, planned or lists)))
     bubble = ran.bubble_rate if any(call_s) else replay(lists, Times(forward, backward, (0.0,) * ranks)).bubble_rate
     shares = tuple(f + b for f, b in zip(forward, backward, strict=True))
-    times = (seconds[0], seconds[1], hop_s) if any(call_s) else ((), (), ())
-    choice = PipelineChoice(lists.name, ranks, lists.where, layers, shares, tuple(map(float, sent_bytes)), bubble, *times)
+    times = (seconds[0], seconds[1], hop_s, weight_s) if any(call_s) else ((), (), (), ())
+    written = tuple(lists.text().splitlines()) if lists.name not in NAMES else ()
+    choice = PipelineChoice(lists.name, ranks, lists.where, layers, shares, tuple(map(float, sent_bytes)), bubble, *times, written)
     if "step_time_s" in p and pipeline_s:
         was = p["step_time_s"]
         p["optimizer_s"] = p.get("optimizer_s", 0.0) / choice.ranks
@@ -74,7 +85,7 @@ def of_the_pipeline(
         p["pipeline_s"] = pipeline_s
         for key in _ALONE:
             p.pop(key, None)
-        for key in ("peak_memory_bytes", "budget_bytes"):
+        for key, share in (("peak_memory_bytes", held), ("budget_bytes", held_share(planned or lists))):
             if key in p:
-                p[key] *= in_flight / len(choice.where)
+                p[key] *= share
     return replace(plan, pipeline=choice, predicted=p, profile=None).answering_as(plan)

@@ -2,7 +2,7 @@
 
     1. the best plan without a pipeline                                   (`autopar.planner.offline`, over the cluster's meshes)
     2. hand layouts with a pipeline that are faster, by the same prices   (`autopar.search`, best first, with the plan's time as what is to be beaten)
-    3. of the best of them the mesh, the stages, the schedule and the number of micro-batches: planned, with free choice of all else
+    3. of the best of them the mesh and the number of micro-batches: planned, with free choice of all else, the schedule included (`autopar.planner.schedules`)
 
 So no hand layout with a pipeline is faster than the answer, but for those of which there was no time to look, which it says. The second is left out where it could save little: a plan
 takes no longer than its work, what it makes again for want of memory, and what communication adds; a pipeline takes nothing away but of the last two.
@@ -38,7 +38,7 @@ from autopar.search.api import search
 from autopar.search.result import Ranked
 from autopar.text.times import format_time
 
-TRIED = 3  # meshes and schedules of the hand layouts that are faster
+TRIED = 3  # meshes and numbers of micro-batches of the hand layouts that are faster
 PAYS = 60.0 / 5000  # seconds of a step, which a minute of planning is worth: as much is saved in so many steps
 AGAIN = 0.25  # of a step at most, that making again for want of memory takes: forward is a third of it
 TOLD = "pipelines"  # of a plan's solver: what was tried
@@ -115,18 +115,18 @@ def plan(
         return told(_or_raise(best, lacking), f"no hand layout takes less than {format_time(_seconds(best))}")
     tried: list[str] = []
     asked = {str(a): a for a in (asked_of(r, batch_of(inputs)) for r in found)}
-    for axes, schedule, stages, number in list(asked.values())[:TRIED]:
-        name = f"{said(axes)}, {schedule}{f' by {stages}' if stages else ''}, {number} micro-batches"
+    for axes, number in list(asked.values())[:TRIED]:
+        name = f"{said(axes)}, {number} micro-batches"
         if late():
             tried.append(f"{name}: not tried, for want of time")
             continue
-        some = {**how, "micro_batches": number, "schedule": schedule, "virtual_stages": stages}
         try:
-            made = offline.plan(model, inputs, where, axes, **some)
+            made = offline.plan(model, inputs, where, axes, **{**how, "micro_batches": number})
         except AutoparError as e:
             tried.append(f"{name}: {'does not fit' if isinstance(e, InfeasibleError) else 'no plan was found'}")
             continue
-        tried.append(f"{name}: {format_time(made.predicted['step_time_s'])}")
+        schedule = "" if made.pipeline is None else f" by {made.pipeline.schedule}"
+        tried.append(f"{name}: {format_time(made.predicted['step_time_s'])}{schedule}")
         if best is None or made.predicted["step_time_s"] < (1 - SAME) * best.predicted["step_time_s"]:
             best = made
     return told(_or_raise(best, lacking), f"tried, each with a bound of its own: {'; '.join(tried)}")
@@ -159,13 +159,12 @@ def faster(model: nn.Module, inputs: Inputs, where: Cluster, best: Plan | None, 
     )  # fmt: skip
 
 
-def asked_of(r: Ranked, batch: int) -> tuple[dict[str, int], str, int | None, int]:
-    """Mesh, schedule, virtual stages and number of micro-batches of a hand layout. Replicas and shards of the sequence are one axis: the planner splits what it will."""
+def asked_of(r: Ranked, batch: int) -> tuple[dict[str, int], int]:
+    """Mesh and number of micro-batches of a hand layout. Replicas and shards of the sequence are one axis: the planner splits what it will."""
     lay = r.layout
     data = r.cluster.size // (lay.pp * lay.tp)
     axes = {PIPELINE: lay.pp, "dp": data, **({"tp": lay.tp} if lay.tp > 1 else {})}
-    schedule, stages = ("interleaved", lay.virtual) if lay.virtual > 1 else ("1f1b", None)
-    return axes, schedule, stages, batch // (lay.micro_batch * (data // lay.cp))
+    return axes, batch // (lay.micro_batch * (data // lay.cp))
 
 
 def batch_of(inputs: Inputs) -> int:

@@ -47,7 +47,7 @@ def test_cut_as_the_whole_program_is(name: str, layers: int, stages: int) -> Non
     matches = belongs(found.gm, graph)
     cut = cut_into(graph, matches, stages)
     forward, backward = shares(graph, stages_of(graph, matches, cut), stages)
-    plan = planned(name, layers, {"pp": stages, "dp": 1}, cluster=f"h100:1x{stages}")
+    plan = planned(name, layers, {"pp": stages, "dp": 1}, cluster=f"h100:1x{stages}", schedule="1f1b")
     assert plan.pipeline is not None
     whole = [layer for stage in cut.stages for layer in stage]
     assert [layer for stage in plan.pipeline.layers for layer in stage] == whole
@@ -57,7 +57,7 @@ def test_cut_as_the_whole_program_is(name: str, layers: int, stages: int) -> Non
 
 def test_times_are_the_replay_with_hops() -> None:
     alone = planned(mesh={"dp": 2}, cluster="h100:1x2")
-    plan = planned(micro_batches=8)
+    plan = planned(micro_batches=8, schedule="1f1b")
     assert plan.pipeline is not None and plan.mesh_axes == {"dp": 2} and plan.micro_batches == 8
     # A stage hands on one hidden state of its sample of a micro-batch of two, of 16 tokens.
     width = plan.params["model.norm.weight"].shape[0]
