@@ -16,6 +16,7 @@ from pathlib import Path
 
 from benchmarks.page_parts import Result, case, listed, origin, share, size, table
 from benchmarks.page_plans import by_hand, context, layouts, planning, toys
+from benchmarks.page_steps import image_steps, pipeline_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -274,29 +275,6 @@ time of the command with its imports, of both in turn.
 {origin(results, "before_after")}"""
 
 
-def image_steps(results: dict[str, Result]) -> str:
-    names = ("formats_32", "formats", "formats_96")
-    rows = []
-    for x in (results[n] for n in names):
-        to = [
-            f"{x[k]['median']:.3f} ({x[k]['interval'][0]:.3f} to {x[k]['interval'][1]:.3f})"
-            for k in ("autopar / torch.compile", "autopar / eager")
-        ]
-        fastest = min(x["seconds"]["autopar"]) / min(x["seconds"]["torch.compile"])
-        rows.append([f"{x['setting']['batch']} x {x['setting']['size']} px", f"{fastest:.3f}", *to, str(x["copies"]["run"])])
-    s = results["formats"]["setting"]
-    return f"""## Steps of a channels_last ResNet
-
-Forward, backward and SGD of a ResNet of width {s["width"]} with {s["depth"]} blocks a stage, on one process, under Inductor: the time of ours over that of the same model under torch.compile and in
-eager PyTorch, steps of each in turn. Median, and its interval of 95%; fastest: of ours over the fastest of torch.compile's. The C allocator keeps freed memory (`--keep-memory`): left alone it returns
-and fetches pages in the middle of steps. The compiled graphs of both take the same time. Around them a step of ours costs some three milliseconds more, of 32 parameters: in the call, and where autograd
-hands over gradients that are DTensors. That shows where steps are short.
-
-{table(["batch", "fastest", "over torch.compile", "over eager", "copies that change a layout"], rows)}
-
-{origin(results, *names)}"""
-
-
 def building(results: dict[str, Result]) -> str:
     init = results["init_memory"]
     loads = [
@@ -473,7 +451,7 @@ ratios say something. gloo was later than the link by {share(r["late_s"] / r["bu
 
 
 SECTIONS: tuple[Callable[[dict[str, Result]], str], ...] = (
-    one_gpu, one_curve, published, steps, equal_memory, equal_memory_measured, offloaded, planning, restructured, layouts, by_hand, toys, context, building, overlap, lengths, second_start, experts, loss_head, elastic, image_steps,
+    one_gpu, one_curve, published, steps, equal_memory, equal_memory_measured, offloaded, planning, restructured, layouts, by_hand, toys, context, building, overlap, lengths, second_start, experts, loss_head, elastic, image_steps, pipeline_steps,
 )  # fmt: skip
 
 

@@ -1,0 +1,58 @@
+"""Parts of docs/benchmarks.md: steps on this machine beside torch's own."""
+
+from __future__ import annotations
+
+import statistics
+
+from benchmarks.page_parts import Result, origin, table
+
+
+def image_steps(results: dict[str, Result]) -> str:
+    names = ("formats_32", "formats", "formats_96")
+    rows = []
+    for x in (results[n] for n in names):
+        to = [
+            f"{x[k]['median']:.3f} ({x[k]['interval'][0]:.3f} to {x[k]['interval'][1]:.3f})"
+            for k in ("autopar / torch.compile", "autopar / eager")
+        ]
+        fastest = min(x["seconds"]["autopar"]) / min(x["seconds"]["torch.compile"])
+        rows.append([f"{x['setting']['batch']} x {x['setting']['size']} px", f"{fastest:.3f}", *to, str(x["copies"]["run"])])
+    s = results["formats"]["setting"]
+    return f"""## Steps of a channels_last ResNet
+
+Forward, backward and SGD of a ResNet of width {s["width"]} with {s["depth"]} blocks a stage, on one process, under Inductor: the time of ours over that of the same model under torch.compile and in
+eager PyTorch, steps of each in turn. Median, and its interval of 95%; fastest: of ours over the fastest of torch.compile's. The C allocator keeps freed memory (`--keep-memory`): left alone it returns
+and fetches pages in the middle of steps. Where steps are short it shows what a call and its gradients, which are DTensors, cost the host.
+
+{table(["batch", "fastest", "over torch.compile", "over eager", "copies that change a layout"], rows)}
+
+{origin(results, *names)}"""
+
+
+def pipeline_steps(results: dict[str, Result]) -> str:
+    names = ("pipelines_2", "pipelines_4")
+    rows = []
+    for x in (results[n] for n in names):
+        for key, ratio in ((k, v) for k, v in x.items() if k.startswith("ours, ")):
+            mine, other = key.split(" / ")
+            schedule = mine.removeprefix("ours, ")
+            ran = x["cut"][schedule]["schedule"]
+            rows.append(
+                [
+                    str(x["setting"]["processes"]),
+                    schedule if schedule == ran else f"{schedule} ({ran})",
+                    f"{1e3 * statistics.median(x['seconds'][mine]):.0f} ms",
+                    f"{1e3 * statistics.median(x['seconds'][other]):.0f} ms ({other.removeprefix('torch, ')})",
+                    f"{ratio['median']:.3f} ({ratio['interval'][0]:.3f} to {ratio['interval'][1]:.3f})",
+                ]
+            )
+    s = results[names[0]]["setting"]
+    return f"""## Steps of a pipeline beside torch.distributed.pipelining
+
+A decoder of {s["layers"]} layers of {s["width"]} features, {s["batch"]} sequences of {s["sequence"]} tokens in {s["micro_batches"]} micro-batches, forward, backward and SGD on gloo processes with a
+thread each. torch's stages are cut by hand where ours are and compiled as ours, but for ZB-V's, which torch takes uncompiled alone. Steps of each in turn, the same losses and parameters afterwards.
+Chosen: the schedule of `autopar.plan`, against the best of torch's. Four processes on two cores show what is done, not what waits.
+
+{table(["processes", "schedule", "ours", "torch's", "ratio, and its interval of 95%"], rows)}
+
+{origin(results, *names)}"""
