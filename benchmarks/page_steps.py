@@ -44,6 +44,7 @@ def pipeline_steps(results: dict[str, Result]) -> str:
                     f"{1e3 * statistics.median(x['seconds'][mine]):.0f} ms",
                     f"{1e3 * statistics.median(x['seconds'][other]):.0f} ms ({other.removeprefix('torch, ')})",
                     f"{ratio['median']:.3f} ({ratio['interval'][0]:.3f} to {ratio['interval'][1]:.3f})",
+                    _predicted(x, schedule, mine),
                 ]
             )
     s = results[names[0]]["setting"]
@@ -51,8 +52,14 @@ def pipeline_steps(results: dict[str, Result]) -> str:
 
 A decoder of {s["layers"]} layers of {s["width"]} features, {s["batch"]} sequences of {s["sequence"]} tokens in {s["micro_batches"]} micro-batches, forward, backward and SGD on gloo processes with a
 thread each. torch's stages are cut by hand where ours are and compiled as ours, but for ZB-V's, which torch takes uncompiled alone. Steps of each in turn, the same losses and parameters afterwards.
-Chosen: the schedule of `autopar.plan`, against the best of torch's. Four processes on two cores show what is done, not what waits.
+Chosen: the schedule of `autopar.plan`, against the best of torch's. Four processes on two cores show what is done, not what waits: a rank that waits leaves its core to others, so there is no prediction for them. Predicted: by the cluster that `autopar calibrate`
+makes of two processes here, over what was measured.
 
-{table(["processes", "schedule", "ours", "torch's", "ratio, and its interval of 95%"], rows)}
+{table(["processes", "schedule", "ours", "torch's", "ratio, and its interval of 95%", "predicted"], rows)}
 
 {origin(results, *names)}"""
+
+
+def _predicted(x: Result, schedule: str, mine: str) -> str:
+    said = x.get(f"predicted, {schedule}")
+    return "" if said is None else f"{1e3 * said:.0f} ms, {said / statistics.median(x['seconds'][mine]) - 1:+.1%}"

@@ -1,6 +1,7 @@
 """Steps of a pipeline: ours against torch.distributed.pipelining's, of the same stages, by the same schedule, in one run.
 
-    python -m benchmarks.pipelines --processes 2 --schedules 1f1b,interleaved,zbv --out benchmarks/results/pipelines_2.json
+    autopar calibrate --processes 2 -o build/two.json
+    python -m benchmarks.pipelines --processes 2 --cluster build/two.json --out benchmarks/results/pipelines_2.json
     python -m benchmarks.pipelines --processes 4 --micro-batches 8 --layers 16 --out benchmarks/results/pipelines_4.json
 
 A decoder written by hand. Ours takes it whole; torch's stages are cut out of it where ours are, and compiled one by one with the same backend (but for zbv's, which torch wants eager). A round is one step (all micro-batches, forward and
@@ -182,16 +183,21 @@ def measured(schedules: list[str], plan: str, a: argparse.Namespace) -> dict[str
     return {"cut": found, "seconds": seconds, "losses": losses}
 
 
-def chosen(a: argparse.Namespace, folder: str) -> str:
-    """A plan for so many CPUs, whose schedule is chosen."""
+def planned(a: argparse.Namespace, schedule: str) -> autopar.Plan:
+    """For so many CPUs, or the cluster that is given."""
     torch.manual_seed(0)
     shapes = {"ids": (a.batch, a.sequence), "target": (a.batch, a.sequence)}
-    mesh = {"pp": a.processes, "dp": 1}
-    plan = autopar.plan(Decoder(a), shapes, f"cpu:1x{a.processes}", mesh, micro_batches=a.micro_batches, optimizer="sgd", precision="fp32")
-    path = str(Path(folder) / "plan.json")
-    plan.save(path)
-    print(next(line for line in plan.text().splitlines() if line.startswith("pipeline: ")))
-    return path
+    cluster = str(a.cluster) if a.cluster else f"cpu:1x{a.processes}"
+    return autopar.plan(
+        Decoder(a),
+        shapes,
+        cluster,
+        {"pp": a.processes, "dp": 1},
+        micro_batches=a.micro_batches,
+        optimizer="sgd",
+        precision="fp32",
+        schedule=None if schedule == CHOSEN else schedule,
+    )
 
 
 def parse() -> argparse.Namespace:
@@ -207,6 +213,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=1e-3, help="of SGD")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--backend", default="inductor", choices=("inductor", "aot_eager"))
+    parser.add_argument(
+        "--cluster", type=Path, help="of this machine, by `autopar calibrate --processes`: what it predicts is told beside what is measured"
+    )
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
@@ -214,16 +223,29 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     a = parse()
     schedules = a.schedules.split(",")
+    plans = {schedule: planned(a, schedule) for schedule in schedules if schedule == CHOSEN or a.cluster}
     with tempfile.TemporaryDirectory() as folder:
-        plan = chosen(a, folder) if CHOSEN in schedules else ""
-        ranks = run(measured, a.processes, schedules, plan, a, timeout=3600)
+        path = str(Path(folder) / "plan.json")
+        if CHOSEN in plans:
+            plans[CHOSEN].save(path)
+        ranks = run(measured, a.processes, schedules, path, a, timeout=3600)
     seconds, losses = ranks[0]["seconds"], {k: v for r in ranks for k, v in r["losses"].items() if v == v}
-    result: dict[str, Any] = {"setting": {k: v for k, v in vars(a).items() if k != "out"}, "cut": ranks[0]["cut"], "seconds": seconds}
+    result: dict[str, Any] = {
+        "setting": {k: v for k, v in vars(a).items() if k not in ("out", "cluster")},
+        "cut": ranks[0]["cut"],
+        "seconds": seconds,
+    }
     torchs = {n: s for n, s in seconds.items() if n.startswith("torch, ")}
     for schedule in schedules:
         mine = seconds[f"ours, {schedule}"]
         best = min(torchs, key=lambda n: statistics.median(torchs[n]), default="")
         other = f"torch, {schedule}" if schedule != CHOSEN else best
+        if a.cluster:
+            predicted = plans[schedule].predicted["step_time_s"]
+            result[f"predicted, {schedule}"] = predicted
+            print(
+                f"{schedule:<12} predicted {1e3 * predicted:.1f} ms, measured {1e3 * statistics.median(mine):.1f} ms: {predicted / statistics.median(mine) - 1:+.1%}"
+            )
         if not other:
             continue
         assert abs(losses[f"ours, {schedule}"] - losses[other]) < 1e-4, (schedule, losses)
