@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,7 @@ def compile(
     """Makes `model` train on `mesh` as it would on one device.
 
     mesh: a DeviceMesh, or axis sizes ((2, 4) or {"dp": 2, "tp": 4}); default: the given plan's, else all processes on one axis. "auto": as is
-        fastest for example_inputs, whose batch is all ranks': axes, a pipeline if that pays, and micro_batches where nothing is said of them.
+        fastest for example_inputs, or else for the first training call, whose batch is all ranks': axes, a pipeline and its schedule if that pays, and micro_batches where nothing is said of them.
     loss_fn: `loss_fn(model(*inputs), target)`; the call is then `model(*inputs, target=...)` or `model(*inputs, target)` and returns the loss.
     example_inputs: arguments of a first call (a dict of keywords, or a tuple), to compile at once instead of at the first step.
     inputs: "global": every rank passes the same whole batch; "local": its own part, the `data_rank`-th of `data_world`. Those two are known at
@@ -122,13 +122,16 @@ def compile(
         raise AutoparError("layout= and plan= both say how to split the model", fix="pass one of them, or neither to have it planned")
     request = PlanRequest.of(plan, memory, cluster, options, offload)
     number = checked_number(micro_batches, outputs, layout is not None, None if request.plan is None else request.plan.micro_batches)
+    find = None
     if isinstance(mesh, str):
-        checked_mesh(mesh, {"layout": layout, "plan": plan, "schedule": schedule, "virtual_stages": virtual_stages, "elastic": elastic})
-        made = best_for(
-            model, example_inputs, _device_mesh(None), inputs=inputs, loss_fn=loss_fn, cluster=cluster, precision=precision, optimizer=optimizer, memory=memory,
-            offload=offload, options=options, micro_batches=1 if outputs == "all" else micro_batches, grad_accumulation=grad_accumulation, loss_head=loss_head,
+        checked_mesh(
+            mesh, inputs, {"layout": layout, "plan": plan, "schedule": schedule, "virtual_stages": virtual_stages, "elastic": elastic}
+        )
+        find = partial(
+            best_for, loss_fn=loss_fn, cluster=cluster, precision=precision, optimizer=optimizer, memory=memory, offload=offload, options=options,
+            micro_batches=1 if outputs == "all" else micro_batches, grad_accumulation=grad_accumulation, loss_head=loss_head,
         )  # fmt: skip
-        request, number, mesh = replace(request, plan=made), made.micro_batches, None
+        mesh = None
     if mesh is None and request.plan is not None:
         mesh = mesh_of(request.plan)
     device_mesh = _device_mesh(mesh)
@@ -136,6 +139,7 @@ def compile(
     config = Config(
         loss_fn, inputs, layout, Precision.of(precision), optimizer, grad_accumulation, backend, outputs, request, dynamic, lengths,
         bucket_collectives, number if lists is None else lists.micro_batches, lists, checked_form(loss_head),
+        None if find is None else partial(find, device_mesh),
     )  # fmt: skip
     if elastic is not None:
         refuse(layout, inputs, request.plan is not None, device_mesh.ndim, lists is not None)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import Placement as DPlacement
-from torch.distributed.tensor import Replicate, Shard
 
+from autopar import _torch
 from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
 from autopar.planner.storage import plain_dim
+from autopar.tensors.memory_format import laid, order_of
+from autopar.tensors.owned import cut_box, local_box
 
 
 def cut(x: torch.Tensor, p: Placement, mesh: Mesh, coordinates: Mapping[str, int]) -> torch.Tensor:
@@ -90,3 +94,11 @@ def dtensor_placements(p: Placement, mesh: Mesh) -> tuple[DPlacement, ...]:
         dim = plain_dim(p, parent, mesh)
         out.append(Replicate() if dim is None else Shard(dim))
     return tuple(out)
+
+
+def on_mesh(t: torch.Tensor, mesh: DeviceMesh, how: tuple[DPlacement, ...]) -> DTensor:
+    """The DTensor `t` as it lies on another mesh of the same devices. Collective."""
+    assert isinstance(t, DTensor)
+    order, shape = order_of(t), tuple(t.shape)
+    local = cut_box(laid(t.full_tensor(), order), local_box(shape, mesh, how))
+    return _torch.dtensor(local, mesh, how, shape, order)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from autopar.pipeline import Lists
+from autopar.plan.plan import Plan
 from autopar.planner.layout import Layout
 from autopar.planner.loss_head import AUTO
 from autopar.planner.precision import Precision
@@ -16,7 +18,7 @@ from autopar.planner.request import PlanRequest
 
 @dataclass(frozen=True)
 class Config:
-    """The arguments of `autopar.compile`. layout: a hand layout; None: planned, as `request` says."""
+    """The arguments of `autopar.compile`. layout: a hand layout; None: planned, as `request` says. find: the plan of a first training call, mesh and all, where that is to be found: of the model and the call's arguments."""
 
     loss_fn: Callable[..., torch.Tensor] | None
     inputs: str
@@ -33,3 +35,4 @@ class Config:
     micro_batches: int | str | None = None
     schedule: Lists | None = None  # of a mesh with an axis `pp`
     loss_head: str = AUTO
+    find: Callable[[nn.Module, tuple[object, ...], Mapping[str, object]], Plan] | None = None

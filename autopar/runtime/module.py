@@ -47,6 +47,7 @@ from autopar.runtime.optimizers import watch
 from autopar.runtime.outputs import LossOutput, NotComputedError, OutputGiver
 from autopar.runtime.programs import FIXED, Counts, Program, Programs
 from autopar.runtime.python_state import PythonState, constants_hold, said
+from autopar.runtime.remesh import on_the_mesh_of
 from autopar.runtime.run import Apply, Run, Tensors, padded_local
 from autopar.runtime.sizes import SizesSeen
 from autopar.runtime.staged_calls import StagedCalls, refuse_away
@@ -128,6 +129,9 @@ class ParallelModule(WrappingModule):
         """The call, padded where it has to be, and its step. Ranks that pass sequences of other lengths than each other, as those do that pad their batches one by one,
         pad to the longest of all."""
 
+        if self._config.find is not None and self.training and self._needs_grad(Call.of(args, kwargs)):
+            self._find_mesh(self._config.find, args, kwargs)
+
         def of(lengths: Lengths, args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[Call, Step | PartedCall, Lengths]:
             call = Call.of(args, kwargs)
             trains = self._needs_grad(call) and (self.training or self._stages is not None)
@@ -149,6 +153,13 @@ class ParallelModule(WrappingModule):
             except InputError:
                 raise e from None
         return of(lengths, (), padded)
+
+    def _find_mesh(self, find: Callable[..., Plan], args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """The mesh that is best for such a call, and all else, is planned, and the model goes over to it. What was compiled so far is compiled anew when it is called again. Collective."""
+        with during("planning", self._builder.groups.ranks):
+            plan = find(self.__dict__["_wrapped"], args, kwargs)
+        builder, self._config = on_the_mesh_of(plan, self._builder)
+        self._lie_on(builder)
 
     def _run(
         self, step: Step, values: dict[Role, torch.Tensor], call: Call, tensors: Tensors, again: bool = False

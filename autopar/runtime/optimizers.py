@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from autopar import _torch
 from autopar._torch import stepping
 from autopar.cost.optimizers import KINDS, Kind, kind_of, known
+from autopar.distributed.shards import on_mesh
 from autopar.errors import OptimizerError
 from autopar.runtime.by_elements import on_parts
 from autopar.runtime.muon import dealt
@@ -129,10 +130,12 @@ def _move_state(optimizer: Optimizer, stages: StagedCalls | None = None) -> None
             if not isinstance(value, DTensor) or value.shape != p.shape:
                 continue
             if stages is not None and value.device_mesh != p.device_mesh:
-                moved = stages.pipeline.followed(value, p)
-                if moved is None:
+                there = stages.pipeline.followed(value, p)
+                if there is None:
                     optimizer.state.pop(p, None)
                 else:
-                    state[key] = moved
+                    state[key] = there
+            elif value.device_mesh != p.device_mesh:
+                state[key] = on_mesh(value, p.device_mesh, p.placements)
             elif value.placements != p.placements:
                 state[key] = value.redistribute(p.device_mesh, p.placements)
