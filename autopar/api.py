@@ -17,8 +17,10 @@ from autopar.errors import AutoparError, MeshError
 from autopar.hardware.cluster import Cluster
 from autopar.pipeline import Lists
 from autopar.plan.plan import Plan
+from autopar.planner.axes import PIPELINE
 from autopar.planner.layout import Layout
 from autopar.planner.loss_head import checked as checked_form
+from autopar.planner.micro_batches import AUTO
 from autopar.planner.offload import Offload
 from autopar.planner.precision import Precision
 from autopar.planner.request import PlanRequest
@@ -27,7 +29,7 @@ from autopar.runtime.config import Config
 from autopar.runtime.micro_batches import checked as checked_number
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.staged_calls import mesh_of, schedule_of
-from autopar.search.of_devices import best_for, checked_mesh
+from autopar.search.of_devices import best_for, checked_auto, checked_mesh
 
 
 def compile(
@@ -77,7 +79,7 @@ def compile(
     optimizer: name or class the memory is planned for; checked at its first step.
     grad_accumulation: gradients are reduced at every m-th backward.
     micro_batches: a training call is run as so many micro-batches, one after the other, whose losses and gradients add up to the batch's, so that the activations of one
-        live at a time; "auto": as many as is fastest, by the planner. Default: the given plan's, else 1. Evaluation is run whole.
+        live at a time; "auto": as many as is fastest, by the planner; of a pipeline then its schedule, too, where none is said. Default: the given plan's, else 1. Evaluation is run whole.
     backend: "inductor", or "aot_eager" for debugging.
     dynamic: whether sizes of inputs vary from call to call, so that one program is compiled for all of them: None: those that were seen to, or are marked by
         torch._dynamo.mark_dynamic (whose `max` is the size that is planned for); True: all, from the first call on; False: none, each size has a program.
@@ -122,19 +124,26 @@ def compile(
         raise AutoparError("layout= and plan= both say how to split the model", fix="pass one of them, or neither to have it planned")
     request = PlanRequest.of(plan, memory, cluster, options, offload)
     number = checked_number(micro_batches, outputs, layout is not None, None if request.plan is None else request.plan.micro_batches)
-    find = None
+    find: Callable[..., Plan] | None = None
+    where = None if isinstance(mesh, str) else mesh
+    others = {"layout": layout, "plan": plan, "elastic": elastic}
     if isinstance(mesh, str):
-        checked_mesh(
-            mesh, inputs, {"layout": layout, "plan": plan, "schedule": schedule, "virtual_stages": virtual_stages, "elastic": elastic}
-        )
+        checked_mesh(mesh, inputs, {**others, "schedule": schedule, "virtual_stages": virtual_stages})
+        find = best_for
+    elif micro_batches == AUTO and PIPELINE in (axes := _axes(where)) and not isinstance(schedule, Lists):
+        _device_mesh(where)  # says what is wrong with it
+        checked_auto(inputs, others)
+        find = partial(best_for, mesh=axes, schedule=None if schedule is None else os.fspath(schedule), virtual_stages=virtual_stages)
+        schedule = virtual_stages = None
+    if find is not None:
         find = partial(
-            best_for, loss_fn=loss_fn, cluster=cluster, precision=precision, optimizer=optimizer, memory=memory, offload=offload, options=options,
+            find, loss_fn=loss_fn, cluster=cluster, precision=precision, optimizer=optimizer, memory=memory, offload=offload, options=options,
             micro_batches=1 if outputs == "all" else micro_batches, grad_accumulation=grad_accumulation, loss_head=loss_head,
         )  # fmt: skip
-        mesh = None
-    if mesh is None and request.plan is not None:
-        mesh = mesh_of(request.plan)
-    device_mesh = _device_mesh(mesh)
+        where = None
+    if where is None and request.plan is not None:
+        where = mesh_of(request.plan)
+    device_mesh = _device_mesh(where)
     lists = schedule_of(device_mesh, schedule, virtual_stages, number, outputs, request.plan)
     config = Config(
         loss_fn, inputs, layout, Precision.of(precision), optimizer, grad_accumulation, backend, outputs, request, dynamic, lengths,
@@ -152,6 +161,13 @@ def compile(
         else:
             module.prepare(**example_inputs)
     return module
+
+
+def _axes(mesh: DeviceMesh | tuple[int, ...] | Mapping[str, int] | None) -> dict[str, int]:
+    """Sizes of named axes."""
+    if isinstance(mesh, DeviceMesh):
+        return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    return dict(mesh) if isinstance(mesh, Mapping) else {}
 
 
 def _device_mesh(mesh: DeviceMesh | tuple[int, ...] | Mapping[str, int] | None) -> DeviceMesh:

@@ -50,7 +50,8 @@ def schedule_of(
         return None
     if micro_batches == "auto":
         raise AutoparError(
-            'micro_batches="auto" is not planned for pipelines yet', fix="pass a number: four for each rank along pp keep bubbles small"
+            'micro_batches="auto" of a pipeline is planned with its schedule, and that is a list of actions here',
+            fix="pass a number of micro-batches: that of the list, or leave the schedule out",
         )
     if outputs == "all":
         raise AutoparError(

@@ -55,15 +55,21 @@ def checked_mesh(mesh: str, inputs: str, others: Mapping[str, object]) -> None:
     """others: arguments that a mesh which is to be found cannot have beside it. Raises AutoparError."""
     if mesh != "auto":
         raise AutoparError(f"a mesh of {mesh!r}", fix='pass axis sizes such as {"dp": 2, "tp": 4}, or "auto" to have them planned')
+    checked_auto(inputs, others)
+
+
+def checked_auto(inputs: str, others: Mapping[str, object]) -> None:
+    """For what is planned for the first training call, before that. others: arguments that cannot be beside it. Raises AutoparError."""
     given = [name for name, x in others.items() if x is not None]
     if given:
         raise AutoparError(
-            f'mesh="auto" leaves everything to the planner, and {given[0]}= is passed', fix=f"leave {given[0]}= out, or pass a mesh"
+            f'"auto" leaves what it stands for to the planner, and {given[0]}= is passed',
+            fix=f"leave {given[0]}= out, or pass a mesh and numbers",
         )
     if inputs != "global":
         raise InputError(
-            'mesh="auto" says into how many parts a batch is dealt, and inputs="local" that it has been',
-            fix='pass the whole batch (inputs="global"), or a mesh',
+            '"auto" says into how many parts a batch is dealt, and inputs="local" that it has been',
+            fix='pass the whole batch (inputs="global"), or a mesh and numbers',
         )
 
 

@@ -14,6 +14,7 @@ import torch
 import autopar
 from autopar.errors import AutoparError, InputError
 from autopar.hardware.cluster import Cluster
+from autopar.pipeline import scheduled
 from tests.dist.launch import run
 from tests.dist.trained import trained_beside
 from tests.models import ZOO
@@ -107,6 +108,8 @@ def _refused() -> list[str]:
         {"mesh": "auto", "example_inputs": batch, "layout": "fsdp"},
         {"mesh": "auto", "example_inputs": batch, "inputs": "local"},
         {"mesh": "auto", "example_inputs": {**batch, "return_dict": True}},
+        {"mesh": {"pp": 1}, "micro_batches": "auto", "layout": "fsdp"},
+        {"mesh": {"pp": 1}, "micro_batches": "auto", "schedule": scheduled("1f1b", 1, 2)},
     ):
         with pytest.raises((AutoparError, InputError)) as e:
             autopar.compile(model, **how)
@@ -114,9 +117,30 @@ def _refused() -> list[str]:
     return out
 
 
+def _on_a_given_mesh(schedule: str | None) -> dict[str, Any]:
+    torch.manual_seed(SEED)
+    reference, batch = ZOO["gpt2"].build(4).train(), ZOO["gpt2"].inputs(BATCH, SEQ)
+    torch.manual_seed(SEED)
+    how: dict[str, Any] = {"micro_batches": "auto", "schedule": schedule, "backend": "aot_eager", "options": {"gap": 0.05}}
+    compiled = autopar.compile(copy.deepcopy(reference), {"pp": 2, "dp": 1}, **how)
+    worst = trained_beside(reference, compiled, batch, SEED, 3)
+    p = compiled.plan.pipeline
+    assert p is not None
+    return {**worst, "schedule": p.schedule, "number": compiled.plan.micro_batches, "tried": "schedules" in compiled.plan.solver}
+
+
+@pytest.mark.parametrize("schedule", cases([None, "1f1b"], [None]))
+def test_the_number_of_micro_batches_of_a_mesh_with_stages(schedule: str | None) -> None:
+    for found in run(_on_a_given_mesh, 2, schedule, timeout=600):
+        assert max(found[k] for k in ("loss", "gradients", "parameters")) < 2e-4, found
+        assert (
+            BATCH % found["number"] == 0 and found["tried"] == (schedule is None) and found["schedule"] == (schedule or found["schedule"])
+        )
+
+
 def test_refusals() -> None:
     (found,) = run(_refused, 1)
-    wanted = ("a mesh of '4'", "layout=", "has been", "return_dict")
+    wanted = ("a mesh of '4'", "layout=", "has been", "return_dict", "layout=", "list of actions")
     assert all(w in text for w, text in zip(wanted, found, strict=True)), found
 
 
