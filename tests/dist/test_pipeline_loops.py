@@ -180,7 +180,7 @@ def _refused() -> list[str]:
     refusal(model, batch, schedule="2f2b")
     refusal(model, batch, schedule="1f1b", virtual_stages=2)
     refusal(model, batch, schedule="interleaved", virtual_stages=4)
-    refusal(model, batch, micro_batches="auto", layout=None)
+    refusal(model, batch, micro_batches="auto")
     refusal(model, batch, outputs="all")
     refusal(model, {"x": batch["x"].clone().requires_grad_(), "y": batch["y"]})
     refusal(
@@ -205,7 +205,7 @@ def _refused() -> list[str]:
 
 
 REFUSALS = (
-    "needs as many layers", "do not make 4 micro-batches", "in parts for its loss", "no pipeline schedule '2f2b'", "1 stage a rank", "needs as many layers", "not planned for pipelines",
+    "needs as many layers", "do not make 4 micro-batches", "in parts for its loss", "no pipeline schedule '2f2b'", "1 stage a rank", "needs as many layers", "layout=",
     "outputs=", "wants a gradient", "batch_norm", "does F of micro-batch 1", "wait for each other", "2 ranks and 2 micro-batches",
     "the same place in their stages", "were given different batches", "no axis 'pp'",
 )  # fmt: skip
