@@ -62,10 +62,8 @@ def schedule_of(
     number = micro_batches if isinstance(micro_batches, int) else 2 * ranks
     if given is not None:
         number = micro_batches if isinstance(micro_batches, int) else plan.micro_batches if plan is not None else number
-        if schedule is None and given.actions:
+        if schedule is None:
             schedule = given.lists(number)
-        elif schedule is None:
-            schedule, virtual_stages = given.schedule, len(given.where) // given.ranks if given.schedule == "interleaved" else None
     return scheduled("1f1b" if schedule is None else schedule, ranks, number, virtual_stages)
 
 
