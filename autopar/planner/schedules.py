@@ -39,7 +39,7 @@ def fastest(
     tried: dict[str, Plan] = {said(planned): first}
     lists_of: dict[str, Lists] = {said(planned): planned}
     splits = not any(kinds.get(op) in HEAVY for op in first.recompute) and not first.offload
-    for lists in _considered(first, planned, layers, splits, told):
+    for lists in _considered(first, planned, layers, splits, tried):
         try:
             tried[said(lists)] = told(lists)
             lists_of[said(lists)] = lists
@@ -72,7 +72,8 @@ def said(lists: Lists) -> str:
     return f"{lists.name} by {n}" if n > 1 and lists.name not in TWO else lists.name
 
 
-def _considered(first: Plan, planned: Lists, layers: int, splits: bool, told: Callable[[Lists], Plan]) -> Iterator[Lists]:
+def _considered(first: Plan, planned: Lists, layers: int, splits: bool, tried: Mapping[str, Plan]) -> Iterator[Lists]:
+    """tried: what became of those that were given before."""
     p, m = len(planned.ranks), planned.micro_batches
     names: list[tuple[str, int | None]] = [(INTERLEAVED, v) for v in CHUNKS if p * v <= layers]
     if splits:
@@ -83,16 +84,15 @@ def _considered(first: Plan, planned: Lists, layers: int, splits: bool, told: Ca
         except LayoutError:  # of other numbers of micro-batches
             continue
         yield lists
-        if name in ("zb-h1", "zbv") and lists.stages * 3 * m * p <= LOOKS:
-            yield from _filled(first, planned, lists, told)
+        if name in ("zb-h1", "zbv") and name in tried and lists.stages * 3 * m * p <= LOOKS:
+            yield from _filled(first, planned, lists, tried[name])
 
 
-def _filled(first: Plan, planned: Lists, like: Lists, told: Callable[[Lists], Plan]) -> Sequence[Lists]:
-    """Of stages where they are in `like`, if it is faster than that."""
+def _filled(first: Plan, planned: Lists, like: Lists, made: Plan) -> Sequence[Lists]:
+    """Of stages where they are in `like`, with the times that `made`, the plan by it, gives them; nothing where they do not fit."""
+    p = made.pipeline
+    assert p is not None
     try:
-        made = told(like)
-        p = made.pipeline
-        assert p is not None
         times = Times(p.forward_s, p.backward_s, p.hop_s, weight_s=p.weight_s)
         most = room(first, planned, like.stages, like.micro_batches * like.stages // p.ranks)
         lists = filled(times, like.micro_batches, like.where, [most] * p.ranks)
