@@ -6,16 +6,18 @@
 A case is model,cluster,mesh,batch,sequence, the computation in bfloat16. Of each
 
     by hand         the best hand layout with as many stages, by `autopar.search`: any tensor parallelism, micro-batch, recomputation and virtual stages
-    even, 1f1b      `autopar.plan` on the mesh, free choice of every operator, as many layers on each stage, 1f1b
-    cut by work     stages cut where work is even: fewer layers beside the head
+    even, 1f1b      `autopar.plan` on the mesh, free choice of every operator, as many layers on each stage, 1f1b, the same policies on all stages
+    cut by time     stages cut where they take as long: fewer layers beside the head
+    by stage        stages keep what their ranks have room for, and have layers accordingly
     schedule        the schedule that is chosen
 
-Every plan has its own number of micro-batches, the fastest. Memory is planned alike for all stages, so nothing is said of that.
+Every plan has its own number of micro-batches, the fastest; each fits on all ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -34,7 +36,7 @@ CASES = (
     "llama3-70b,h100:4x8,pp=4/dp=2/tp=4,256,4096",
     "gemma3-1b,h100:1x8,pp=4/dp=2,64,4096",
 )
-FREEDOMS = ("by hand", "even, 1f1b", "cut by work", "schedule")
+FREEDOMS = ("by hand", "even, 1f1b", "cut by time", "by stage", "schedule")
 
 
 def even(layers: Sequence[str], work: Sequence[float], stages: int) -> Cut:
@@ -63,13 +65,18 @@ def measured(case: str, seconds: float) -> dict[str, Any]:
         note("by hand", began, best.prediction.step_time_s, str(best.layout))
     except AutoparError as e:
         row["what"]["by hand"] = e.what
-    began = time.perf_counter()
-    with mock.patch("autopar.planner.pipelined.cut_work", even):
-        plan = autopar.plan(model, inputs, cluster, mesh, schedule="1f1b", **how)
-    note("even, 1f1b", began, plan.predicted["step_time_s"], f"{plan.micro_batches} micro-batches")
-    for freedom, schedule in (("cut by work", "1f1b"), ("schedule", None)):
+    alike = mock.patch("autopar.planner.stage_policies.StagePolicies.find", lambda *args: None)
+    for freedom, schedule, without in (
+        ("even, 1f1b", "1f1b", (alike, mock.patch("autopar.planner.pipelined.cut_work", even))),
+        ("cut by time", "1f1b", (alike,)),
+        ("by stage", "1f1b", ()),
+        ("schedule", None, ()),
+    ):
         began = time.perf_counter()
-        plan = autopar.plan(model, inputs, cluster, mesh, schedule=schedule, **how)
+        with contextlib.ExitStack() as stack:
+            for patch in without:
+                stack.enter_context(patch)
+            plan = autopar.plan(model, inputs, cluster, mesh, schedule=schedule, **how)
         assert plan.pipeline is not None
         cut = ", ".join(str(len(x)) for x in plan.pipeline.layers)
         note(

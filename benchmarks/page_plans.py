@@ -128,7 +128,7 @@ on which torch and transformers take 8 s to import.
 def freedoms(results: dict[str, Result]) -> str:
     rows = []
     for x in results["ablation"]["rows"]:
-        steps, names = x["step_s"], ("by hand", "even, 1f1b", "cut by work", "schedule")
+        steps, names = x["step_s"], ("by hand", "even, 1f1b", "cut by time", "by stage", "schedule")
         cells = [f"{steps[n]:.4g} s" if n in steps else x["what"].get(n, "") for n in names]
         rows.append(
             [
@@ -140,9 +140,9 @@ def freedoms(results: dict[str, Result]) -> str:
         )
     return f"""## What the freedoms of a pipeline bring
 
-The best hand layout with as many stages, by search; then plans on the mesh, each with one freedom more than the one before: every operator's (as many layers on each stage, 1f1b), the cuts', the
-schedule's. The same prices, each with its fastest number of micro-batches.
+The best hand layout with as many stages, by search; then plans on the mesh, each with one freedom more than the one before: every operator's (as many layers on each stage, 1f1b), the cuts', what
+each stage keeps for backward, the schedule's. The same prices, each with its fastest number of micro-batches.
 
-{table(["case", "by hand", "free choice, even, 1f1b", "cut by work", "schedule chosen", "which", "to by hand"], rows)}
+{table(["case", "by hand", "free choice, even, 1f1b", "cut by time", "memory by stage", "schedule chosen", "which", "to by hand"], rows)}
 
 {origin(results, "ablation")}"""

@@ -88,6 +88,17 @@ class Lists:
             most = max(most, held)
         return most
 
+    def fullest(self, rank: int) -> list[dict[int, int]]:
+        """The moments at which a rank holds activations of most micro-batches: by stage of it, of how many. One is left out where another has as many of each."""
+        held = dict.fromkeys(self.of_rank(rank), 0)
+        seen: dict[tuple[int, ...], None] = {}
+        for a in self.ranks[rank]:
+            held[a.stage] += {FORWARD: 1, BACKWARD: -1, WEIGHT: -1}.get(a.kind, 0)
+            if a.kind == FORWARD:
+                seen[tuple(held.values())] = None
+        most = [x for x in seen if not any(y != x and all(b >= a for a, b in zip(x, y, strict=True)) for y in seen)]
+        return [dict(zip(held, x, strict=True)) for x in most]
+
     @cached_property
     def most_in_flight(self) -> int:
         """Of any rank."""

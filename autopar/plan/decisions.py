@@ -66,7 +66,8 @@ class CollectiveUse:
 class PipelineChoice:
     """The stages of a pipeline. schedule: its name; actions: of a schedule that has none of its own, a line a rank as `autopar.pipeline.actions` writes them; where: the rank of each stage; layers: paths of its layers' modules; work: its share of forward and backward; sent_bytes: what it sends
     to the next one, of a micro-batch, on each of its devices; bubble: share of the step in which ranks wait, by the replay, with stages that take as `work` says. forward_s, backward_s, hop_s:
-    what the replay was made with, by stage, and by rank; empty where there are no times. weight_s: of backward_s the part that makes gradients of parameters alone; empty: half."""
+    what the replay was made with, by stage, and by rank; empty where there are no times. weight_s: of backward_s the part that makes gradients of parameters alone; empty: half. peak_bytes: by rank,
+    the most that it holds; empty where that is not known."""
 
     schedule: str
     ranks: int
@@ -80,6 +81,7 @@ class PipelineChoice:
     hop_s: tuple[float, ...] = ()
     weight_s: tuple[float, ...] = ()
     actions: tuple[str, ...] = ()
+    peak_bytes: tuple[float, ...] = ()
 
     def lists(self, micro_batches: int) -> Lists:
         """What every rank does. Raises LayoutError for a schedule that is not known by its name and not written out."""

@@ -94,6 +94,7 @@ class PipelineModel(_Model):
     hop_s: Short[Number] = []
     weight_s: Short[Number] = []
     actions: Short[str] = []
+    peak_bytes: Short[Number] = []
 
 
 class PlanModel(_Model):
@@ -422,12 +423,23 @@ def _pipeline(m: PipelineModel, micro_batches: int) -> PipelineChoice:
     times = m.forward_s, m.backward_s, m.hop_s, m.weight_s
     if any(times) and tuple(map(len, times)) not in ((stages, stages, m.ranks, stages), (stages, stages, m.ranks, 0)):
         raise contradiction(f"times of other stages than {stages} on {m.ranks} ranks", "pipeline")
+    if m.peak_bytes and len(m.peak_bytes) != m.ranks:
+        raise contradiction(f"memory of {len(m.peak_bytes)} ranks, of {m.ranks}", "pipeline")
     layers = tuple(tuple(x) for x in m.layers)
     _once([n for x in layers for n in x], "pipeline")
     seconds = {"forward_s": m.forward_s, "backward_s": m.backward_s, "hop_s": m.hop_s, "weight_s": m.weight_s}
     of = {k: tuple(v) for k, v in seconds.items()}
     made = PipelineChoice(
-        m.schedule, m.ranks, tuple(m.where), layers, tuple(m.work), tuple(m.sent_bytes), m.bubble, **of, actions=tuple(m.actions)
+        m.schedule,
+        m.ranks,
+        tuple(m.where),
+        layers,
+        tuple(m.work),
+        tuple(m.sent_bytes),
+        m.bubble,
+        **of,
+        actions=tuple(m.actions),
+        peak_bytes=tuple(m.peak_bytes),
     )
     if m.actions:
         try:

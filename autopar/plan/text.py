@@ -118,6 +118,10 @@ def _pipeline(plan: Decisions) -> Iterator[str]:
     for s, (rank, layers, work, sent) in enumerate(zip(p.where, p.layers, p.work, p.sent_bytes, strict=True)):
         named = layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
         yield f"  stage {s} on rank {rank}: {named}, {work:.1%} of the work" + (f", sends {format_bytes(sent)}" if s + 1 < stages else "")
+    if p.peak_bytes:
+        yield from textwrap.wrap(
+            f"  memory by rank: {', '.join(map(format_bytes, p.peak_bytes))}", WIDTH, initial_indent="  ", subsequent_indent="    "
+        )
 
 
 # ---- layers ------------------------------------------------------------------------------------------------------

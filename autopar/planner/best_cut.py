@@ -57,7 +57,7 @@ def best_cut(attempt: Attempt, mesh: Mesh, strategies: Sequence[int], bound_s: f
             found = replace(found, bound_s=min(bound_s, found.objective_s))
             attempt.has_answer = True
             if best is None or not isinstance(best.answer, Solution) or found.objective_s < best.answer.objective_s * (1 - 1e-6):
-                best = Found(mesh, problem, f.names, v.shrunk, v.rules, found, f.formulated())
+                best = Found(mesh, problem, f.names, v.shrunk, v.rules, found, f.formulated(), tuple(strategies))
                 attempt.so_far(mesh, bound_s, best)
         return looked[key]
 

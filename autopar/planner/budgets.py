@@ -283,7 +283,10 @@ class Budgets:
             if any(len(n) > 1 for n in segments.values()):
                 v = self.stages.view({name: n for name, n in segments.items() if len(n) > 1})
                 f, problem = self.stages.formulated(v, mine.mesh, only=mine.strategies)
-            mine.cut[key] = problem, lambda p, answer: Found(mine.mesh, p, f.names, v.shrunk, v.rules, answer, f.formulated())
+            mine.cut[key] = (
+                problem,
+                lambda p, answer: Found(mine.mesh, p, f.names, v.shrunk, v.rules, answer, f.formulated(), tuple(mine.strategies)),
+            )
         return mine.cut[key]
 
     def solved(self, mine: _Set, segments: Segments, budget_bytes: float, known: Decision | None = None) -> Found | None:

@@ -16,7 +16,8 @@ from autopar.solver.solve import Infeasible, Solution
 
 @dataclass(frozen=True)
 class Found:
-    """problem, names: of the program that was answered last; shrunk, rules: of its graph; mesh: whose axes may be merged; formulated: what `problem` was made of."""
+    """problem, names: of the program that was answered last; shrunk, rules: of its graph; mesh: whose axes may be merged; formulated: what `problem` was made of;
+    strategies: that were chosen, of all that there are (`Formulator.of_all`), none where nothing fits."""
 
     mesh: Mesh
     problem: Problem
@@ -25,6 +26,7 @@ class Found:
     rules: Mapping[str, Rule]
     answer: Solution | Infeasible
     formulated: Formulated
+    strategies: tuple[int, ...] = ()
 
 
 def is_within(found: Found | None, gap: float) -> bool:

@@ -18,7 +18,7 @@ from autopar.planner.micro_batches import candidates, fastest, from_the_middle, 
 from autopar.planner.more_micro_batches import bound_of_more
 from autopar.planner.none_faster import NoneFasterError
 from autopar.planner.patience import Patience
-from autopar.planner.planning import fsdp_tp, least_of, plan_graph, within
+from autopar.planner.planning import Planned, fsdp_tp, least_of, plan_graph, within
 from autopar.planner.progress import Progress
 from autopar.planner.roomy import roomy
 from autopar.planner.stages import WHOLE_AXES, Stages
@@ -49,6 +49,10 @@ class Planner:
         self.more: dict[
             tuple[tuple[int, ...], int], Callable[[], float]
         ] = {}  # says what no plan of a multiple of so many micro-batches takes less than
+        self.keeps_solved = False
+        self.solved: dict[
+            tuple[tuple[int, ...], int, str], Planned
+        ] = {}  # what a plan was made of, by mesh, micro-batches and form; if that is wanted
 
     def best_of(self, first: Mapping[str, int], rest: Sequence[dict[str, int]], number: int | str) -> Plan:
         """On the best of several meshes: the first one has not all of the time."""
@@ -159,6 +163,8 @@ class Planner:
             )  # fmt: skip
         except NoneFasterError as e:
             raise NoneFasterError(m * e.bound_s, m * e.other_form_s) from None
+        if self.keeps_solved:
+            self.solved[tuple(t.mesh_axes.values()), m, t.form] = found
         self.best_s = min(self.best_s, m * found.plan.predicted["step_time_s"])
         training = within(t.training, found.plan) if self.least else t.training
         known = (found.found,) if len(t.mesh_axes) > WHOLE_AXES else ()  # the frontier does not solve the whole program of so many

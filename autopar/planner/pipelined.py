@@ -2,8 +2,10 @@
 
     stages       the schedule's; a stage's mesh is the other axes, on as many devices side by side, so `pp` is the mesh's first axis
     program      one micro-batch on a stage's mesh, as `staged.py` scales memory: one program for all stages, whose layers are cut afterwards (`cuts.py`)
-    times        each stage takes its layers' share of forward and backward; between stages goes what later layers read of earlier ones, as the plan has it split, over the slowest
+    times        each stage takes what the plan's timeline says of its layers; between stages goes what later layers read of earlier ones, as the plan has it split, over the slowest
                  link that stages are neighbours over; the schedule is replayed with that
+    memory       of each rank, by the layers of its stages and the micro-batches that it has in flight; where stages of 1F1B leave some empty, they keep more and have more layers
+                 (`stage_policies.py`)
 
 A program that was folded of fewer layers than the model has is cut as the whole: a layer is as the one that was captured in its place.
 """
@@ -14,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 
 from torch import nn
 
@@ -28,30 +31,40 @@ from autopar.plan.plan import Plan
 from autopar.planner.axes import PIPELINE as AXIS
 from autopar.planner.axes import said
 from autopar.planner.cuts import LAYER, Cut, cut_work, free_ops, layers, of_enough, producers, readers_of, units, work_of
+from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.infeasible import InfeasibleError
+from autopar.planner.layer_figures import LayerFigures, held_elements
 from autopar.planner.layout import Layout
 from autopar.planner.loss_head import CHUNKED, PLAIN, is_chunked
-from autopar.planner.micro_batches import candidates
+from autopar.planner.micro_batches import candidates, of_the_call
 from autopar.planner.over_meshes import Planner
+from autopar.planner.planning import Planned
 from autopar.planner.progress import Progress
-from autopar.planner.schedules import fastest
-from autopar.planner.staged import of_a_stage, of_the_pipeline
-from autopar.planner.task import Task
+from autopar.planner.schedules import better, fastest, fits
+from autopar.planner.stage_policies import StagePolicies
+from autopar.planner.staged import held_share, of_a_stage, of_the_pipeline, part_of_state
+from autopar.planner.task import Task, of_the_whole
 from autopar.rules import lookup
 from autopar.rules.strategy import placements
 from autopar.solver.fold import Folded
 from autopar.solver.solve import Limits
+from autopar.text.sizes import format_bytes
 from autopar.text.times import format_time
+
+AGAIN = 3  # times that a plan is made of less memory, where a rank needs more than there is
+TIGHT = 0.95  # of the memory: a plan that needs less would keep no more on any stage
+NEARLY = 0.995  # of the memory that would do if all of it were activations
 
 
 @dataclass(frozen=True)
 class Pipelined:
-    """lists: what every rank does; axes: of a stage's mesh, which `stage` of the devices of `whole` make."""
+    """lists: what every rank does; axes: of a stage's mesh, which `stage` of the devices of `whole` make; room: of the memory, what a plan of a stage's mesh may take: ranks are not alike."""
 
     lists: Lists
     axes: dict[str, int]
     stage: Cluster
     whole: Cluster
+    room: float = 1.0
 
     @staticmethod
     def of(axes: Mapping[str, int], cluster: Cluster, schedule: str | None, virtual_stages: int | None, micro_batches: int) -> Pipelined:
@@ -62,17 +75,42 @@ class Pipelined:
     def of_a_stage(self, t: Task) -> Task:
         """`t`, of a micro-batch on a stage's mesh, in a stage's part of memory."""
         training = of_a_stage(t.training, len(self.lists.ranks), self.lists.stages, self.lists.most_in_flight)
+        training = replace(training, budget_bytes=training.budget_bytes * self.room)
         return replace(t, training=training, other=None if t.other is None else self.of_a_stage(t.other))
 
-    def told(self, plan: Plan, graph: Graph, work: LayerWork, planned: Lists | None = None) -> Plan:
-        """`plan`, of all micro-batches on a stage's mesh as if that had all layers, as that of the pipeline. planned: the schedule that it was made for, default this one. Raises LayoutError."""
+    def told(
+        self,
+        plan: Plan,
+        graph: Graph,
+        work: LayerWork,
+        budget_bytes: float,
+        planned: Lists | None = None,
+        stages: tuple[tuple[int, ...], ...] = (),
+    ) -> Plan:
+        """`plan`, of all micro-batches on a stage's mesh as if that had all layers, as that of the pipeline. budget_bytes: of a device; planned: the schedule that it was made for, default this one; stages:
+        layers of each, by number, default such that the slowest is as fast as can be. Raises LayoutError."""
         of_enough(work.layers, self.lists.stages)
-        cut = cut_work(work.layers, work.both, self.lists.stages)
+        figures = work.figures(plan, 1 / len(self.lists.ranks) if stages else part_of_state(planned or self.lists))
+        seconds = (work.forward, work.backward) if figures is None else (figures.forward_s, figures.backward_s)
+        cut = (
+            Cut(tuple(tuple(work.layers[i] for i in mine) for mine in stages))
+            if stages
+            else cut_work(work.layers, [f + b for f, b in zip(*seconds, strict=True)], self.lists.stages)
+        )
         sent = self.sent_bytes(plan, graph, work, cut)
-        forward, backward, weight = (of_stages(cut, work.layers, half) for half in (work.forward, work.backward, work.weight))
+        forward, backward = (of_stages(cut, work.layers, half) for half in seconds)
+        behind, alone = (of_stages(cut, work.layers, half) for half in (work.backward, work.weight))
         # The first stage sends no gradients: all of its backward is W.
-        weight = [1.0, *(w / b if b else 0.0 for w, b in zip(weight[1:], backward[1:], strict=True))]
+        weight = [1.0, *(w / b if b else 0.0 for w, b in zip(alone[1:], behind[1:], strict=True))]
         made = of_the_pipeline(plan, self.lists, cut.stages, (forward, backward), sent, self.hop_s(sent), weight, planned)
+        if figures is not None:
+            of_layer = cut.of_layer
+            ranks = figures.rank_bytes([of_layer[layer] for layer in work.layers], self.lists)
+            made = replace(
+                made,
+                pipeline=None if made.pipeline is None else replace(made.pipeline, peak_bytes=tuple(ranks)),
+                predicted={**made.predicted, "peak_memory_bytes": max(ranks), "budget_bytes": budget_bytes},
+            ).answering_as(made)
         told = dict(made.solver)
         if "loss_head" in told:  # its figures are of the mesh alone
             told["loss_head"] = CHUNKED if is_chunked(plan) else PLAIN
@@ -108,6 +146,48 @@ class Pipelined:
         return [1.0 if p is None else p.share(plan.mesh) for p in made]
 
 
+@dataclass(frozen=True)
+class Alike:
+    """plan: of a stage's mesh, with the same policies on all stages; task: what it is of; training: for the whole of a device's memory; solved: what it was made of."""
+
+    pipelined: Pipelined
+    plan: Plan
+    task: Task
+    training: TrainingConfig
+    solved: Planned | None
+    work: LayerWork
+
+    def told(self, lists: Lists) -> Plan:
+        """As that of the pipeline, by a schedule. Raises LayoutError."""
+        p = self.pipelined
+        return replace(p, lists=lists).told(self.plan, self.task.folded.graph, self.work, self.budget_bytes, p.lists)
+
+    def by_stage(self, lists: Lists) -> Plan | None:
+        """With layers dealt to the stages with policies of their own, where that can be, and memory decides about policies."""
+        told = self.told(lists)
+        is_tight = self.plan.predicted.get("peak_memory_bytes", 0.0) > TIGHT * self.plan.predicted.get("budget_bytes", 0.0)
+        if not (is_tight or not fits(told)) or self.policies is None or told.pipeline is None or not told.pipeline.hop_s or told.offload:
+            return None
+        weight = [w / b if b else 0.0 for w, b in zip(told.pipeline.weight_s, told.pipeline.backward_s, strict=True)]
+        found = self.policies.find(lists, told.pipeline.hop_s, weight)
+        if found is None:
+            return None
+        made = of_the_call(of_the_whole(found.plan, self.task.folded, self.task.model), lists.micro_batches)
+        return replace(self.pipelined, lists=lists).told(made, self.task.folded.graph, self.work, self.budget_bytes, stages=found.stages)
+
+    @property
+    def budget_bytes(self) -> float:
+        return min(self.training.budget_bytes, self.pipelined.whole.device.memory_bytes)
+
+    @cached_property
+    def policies(self) -> StagePolicies | None:
+        if self.solved is None:
+            return None
+        return StagePolicies(
+            self.solved, self.task.folded, self.training, self.work.layers, self.work.figures, len(self.pipelined.lists.ranks)
+        )
+
+
 @dataclass
 class Asked:
     """A pipeline that is asked for, and what its stages are planned with. captured: so many micro-batches, on a cluster and a mesh."""
@@ -140,21 +220,19 @@ class Asked:
                     fix="make their number one that divides the batch",
                 )
             p = Pipelined.of(axes, cluster, schedule, virtual_stages, m)
-            made, folded = self.of_a_stage(p, m)
-            graph, work = folded.graph, LayerWork.of(folded, model)
-            first = p.told(made, graph, work)
+            alike = self.alike(p, m, model)
+            first = alike.told(p.lists)
             if schedule is not None or virtual_stages is not None:
-                return first
-
-            def replanned(lists: Lists) -> Plan:
-                q = replace(p, lists=lists)
-                made, folded = self.of_a_stage(q, m)
-                return q.told(made, folded.graph, LayerWork.of(folded, model))
-
-            kinds = {op.name: lookup(op).kind for op in graph.ops}
-            return fastest(
-                first, p.lists, len(work.layers), kinds, lambda x: replace(p, lists=x).told(made, graph, work, p.lists), replanned
-            )
+                found = first
+                if not self.least and (other := alike.by_stage(p.lists)) is not None and better(other, first):
+                    found = other
+            else:
+                kinds = {op.name: lookup(op).kind for op in alike.task.folded.graph.ops}
+                found = fastest(
+                    first, p.lists, len(alike.work.layers), kinds, alike.told, (lambda x: None) if self.least else alike.by_stage,
+                    lambda x: self.fitting(self.alike(replace(p, lists=x), m, model), m, model),
+                )  # fmt: skip
+            return found if fits(found) else self.fitting(alike, m, model)
 
         if isinstance(number, int):
             return of(number)
@@ -162,18 +240,41 @@ class Asked:
         numbers = [m for m in candidates(self.batch) if self.batch % m == 0]
         return best_number(numbers, axes[AXIS], of, lambda: not self.limits.in_proportion and time.perf_counter() > late - self.longest_s())
 
-    def of_a_stage(self, p: Pipelined, m: int) -> tuple[Plan, Folded]:
-        """The plan of a stage's mesh, as if that had all layers, and its program. Raises InfeasibleError."""
-        planner = Planner(
-            lambda k: p.of_a_stage(self.captured(k, p.stage, p.axes)), self.batch, self.limits, self.on_progress, self.layout, self.least
-        )
-        planner.has_begun, self.has_begun = self.has_begun, True
+    def alike(self, p: Pipelined, m: int, model: nn.Module) -> Alike:
+        """A plan of a stage's mesh, as if that had all layers. Raises InfeasibleError."""
+        captured = cache(lambda k: self.captured(k, p.stage, p.axes))
+        planner = Planner(lambda k: p.of_a_stage(captured(k)), self.batch, self.limits, self.on_progress, self.layout, self.least)
+        planner.has_begun, self.has_begun, planner.keeps_solved = self.has_begun, True, True
         try:
             made = planner.plan(p.axes, m)
         except InfeasibleError as e:
             raise e.of_one_micro_batch() from None
         t = planner.captured(m)
-        return made, (t.other if t.other is not None and is_chunked(made) else t).folded
+        t = t.other if t.other is not None and is_chunked(made) else t
+        solved = planner.solved.get((tuple(t.mesh_axes.values()), m, t.form))
+        whole = captured(m)
+        training = (whole.other if whole.other is not None and t.form == whole.other.form else whole).training
+        return Alike(p, made, t, training, solved, LayerWork.of(t.folded, model))
+
+    def fitting(self, alike: Alike, m: int, model: nn.Module) -> Plan:
+        """The plan that has the same policies on all stages, of less memory where one of the ranks needs more than there is. Raises InfeasibleError."""
+        p, told = alike.pipelined, alike.told(alike.pipelined.lists)
+        for _ in range(AGAIN):
+            if fits(told):
+                return told
+            budget, used = told.predicted["budget_bytes"], alike.plan.predicted["peak_memory_bytes"] * held_share(p.lists)
+            p = replace(p, room=min(p.room, used / budget) * budget / told.predicted["peak_memory_bytes"] * NEARLY)
+            alike = self.alike(p, m, model)
+            told = alike.told(p.lists)
+        if fits(told):
+            return told
+        assert told.pipeline is not None
+        peaks, budget = told.pipeline.peak_bytes, told.predicted["budget_bytes"]
+        raise InfeasibleError(
+            constraint=f"memory of rank {peaks.index(max(peaks))} of the pipeline",
+            shortfall_bytes=int(max(peaks) - budget),
+            remedy=f"{format_bytes(max(peaks))} a device would do; or more stages, smaller micro-batches or shorter sequences",
+        )
 
     def longest_s(self) -> float:
         """What planning another number may take: half of what all have taken so far."""
@@ -223,6 +324,16 @@ class LayerWork:
     weight: tuple[float, ...]
     like: Mapping[str, int]
     unit: Mapping[str, int]  # operator of forward -> number of its captured layer
+    folded: Folded
+    model: nn.Module
+
+    def figures(self, plan: Plan, part: float = 1.0) -> LayerFigures | None:
+        """What each layer takes by `plan`, of all of them on one mesh, which counts so much of their state; None where it has no profile."""
+        if plan.profile is None or not self.layers:
+            return None
+        whole = of_the_whole(plan, self.folded, self.model)
+        held = held_elements(whole, self.folded.graph, self.layers, self.unit, max(self.like.values()))
+        return LayerFigures.of(plan, self.folded, self.layers, (self.forward, self.backward), held, part)
 
     @property
     def both(self) -> list[float]:
@@ -251,7 +362,7 @@ class LayerWork:
             if whole and like[whole[at]] != of:
                 for half, seen in ((forward, ahead), (backward, back), (weight, alone)):
                     half[at] += max(0.0, seen[of] - seen[like[whole[at]]])
-        return LayerWork(tuple(whole), tuple(forward), tuple(backward), tuple(weight), like, unit)
+        return LayerWork(tuple(whole), tuple(forward), tuple(backward), tuple(weight), like, unit, folded, model)
 
     def handed_on(self, graph: Graph, shares: Callable[[Op], list[float]]) -> list[float]:
         """By captured layer but the last, bytes on a device of what later ones read of it and those before it. shares: of each result of an operator."""

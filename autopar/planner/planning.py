@@ -56,15 +56,6 @@ GROUPED_S = 30.0  # for one of them, at most
 
 
 @dataclass(frozen=True)
-class Planned:
-    """found: what the plan was made of."""
-
-    plan: Plan
-    solution: Solution
-    found: Found
-
-
-@dataclass(frozen=True)
 class Step:
     """A step that is planned, on a mesh. hand: the layout that its plans are, if any; stages: what solves it."""
 
@@ -160,6 +151,16 @@ class Step:
         return replace(self, folded=free, stages=Stages(free, s.mesh, s.cluster, s.training, s.limits, s.on_progress, s.restrict))
 
 
+@dataclass(frozen=True)
+class Planned:
+    """found: what the plan was made of, step: of which."""
+
+    plan: Plan
+    solution: Solution
+    found: Found
+    step: Step
+
+
 def fsdp_tp(axes: Sequence[str]) -> Layout:
     """Tensors split over the last axis, data and what is stored over the others; what is gathered may be kept."""
     return Layout(data=tuple(axes[:-1]), shard=tuple(axes[:-1]), tensor=tuple(axes[-1:]), reshard_after_forward=False)
@@ -233,7 +234,7 @@ def plan_graph(
     plan = plan_of(step, done, min(training.budget_bytes, cluster.device.memory_bytes))
     if instead is not None:
         plan = replace(plan, solver={**plan.solver, OTHER_FORM: bound_instead(step.stages, instead)})
-    return Planned(plan, found, done)
+    return Planned(plan, found, done, step)
 
 
 def least_of(graph: Folded, mesh_axes: Mapping[str, int], cluster: Cluster, training: TrainingConfig) -> float:

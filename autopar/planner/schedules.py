@@ -12,6 +12,7 @@ Of schedules that take the same but for half a per cent it is the one that comes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -26,14 +27,21 @@ from autopar.text.times import format_time
 PAYS = 0.005  # of a step, that a schedule which is not the simplest has to be faster
 CHUNKS = (2, 3, 4, 6, 8)
 LOOKS = 400_000  # actions x ranks, up to which one is filled: some two seconds
+LOOKED_AT = 3  # schedules whose stages get policies of their own
 TOLD = "schedules"  # of a plan's solver: what was tried
 
 
 def fastest(
-    first: Plan, planned: Lists, layers: int, kinds: Mapping[str, str], told: Callable[[Lists], Plan], replanned: Callable[[Lists], Plan]
+    first: Plan,
+    planned: Lists,
+    layers: int,
+    kinds: Mapping[str, str],
+    told: Callable[[Lists], Plan],
+    by_stage: Callable[[Lists], Plan | None],
+    replanned: Callable[[Lists], Plan],
 ) -> Plan:
     """first: the plan, as that of a pipeline of the schedule `planned`, which it was made for; layers: of the model; kinds: of the rules of its operators. told: the same plan with another
-    schedule, replanned: one made for it; both raise AutoparError where there is none."""
+    schedule; by_stage: one whose stages have policies of their own, if there is one; replanned: one made for it; all raise AutoparError where there is none."""
     if "step_time_s" not in first.predicted:
         return first
     tried: dict[str, Plan] = {said(planned): first}
@@ -45,20 +53,41 @@ def fastest(
             lists_of[said(lists)] = lists
         except LayoutError:  # fewer layers than stages
             continue
-    fitting = {name: p for name, p in tried.items() if _fits(p)}
+    own: set[str] = set()
+    # The fastest first, whether they fit or not: there is memory that is not used, or some that is missing.
+    for name in sorted(tried, key=lambda n: (_seconds(tried[n]), n)):
+        if len(own) >= LOOKED_AT and any(map(fits, tried.values())):
+            break
+        best_s = min((_seconds(p) for p in tried.values() if fits(p)), default=math.inf)
+        if name != said(planned) and _seconds(tried[name]) >= (1 - PAYS) * best_s and not fits(tried[name]):
+            continue  # nor is it with less memory
+        own.add(name)
+        try:
+            other = by_stage(lists_of[name])
+        except AutoparError:
+            continue
+        if other is not None and better(other, tried[name]):
+            tried[name] = other
+    fitting = {name: p for name, p in tried.items() if fits(p)}
     name = simplest({n: _seconds(p) for n, p in fitting.items()}) if fitting else said(planned)
     best = tried[name]
-    if larger := {n: _seconds(p) for n, p in tried.items() if n not in fitting and _seconds(p) < (1 - PAYS) * _seconds(best)}:
-        other = simplest(larger)
+    best_s = _seconds(best) if fitting else math.inf
+    if larger := {n: _seconds(p) for n, p in tried.items() if n not in fitting and _seconds(p) < (1 - PAYS) * best_s}:
+        other_name = simplest(larger)
         try:
-            made = replanned(lists_of[other])
-            tried[other] = made
-            if _seconds(made) < (1 - PAYS) * _seconds(best):
+            made = replanned(lists_of[other_name])
+            tried[other_name] = made
+            if _seconds(made) < (1 - PAYS) * best_s:
                 best = made
         except AutoparError:  # it does not fit at all
-            del tried[other]
-    words = "; ".join(f"{n}: {format_time(_seconds(p))}{'' if _fits(p) else ' (does not fit)'}" for n, p in tried.items())
+            del tried[other_name]
+    words = "; ".join(f"{n}: {format_time(_seconds(p))}{'' if fits(p) else ' (does not fit)'}" for n, p in tried.items())
     return replace(best, solver={**best.solver, TOLD: words}).answering_as(best)
+
+
+def better(a: Plan, b: Plan) -> bool:
+    """Whether it fits where `b` does not, or is faster."""
+    return fits(a) and (not fits(b) or _seconds(a) < _seconds(b))
 
 
 def simplest(seconds: Mapping[str, float]) -> str:
@@ -108,7 +137,8 @@ def room(first: Plan, planned: Lists, stages: int, most: int) -> int:
     return max(1, min(most, int(stages * held_share(planned) * max(1.0, more) + 1e-9)))
 
 
-def _fits(p: Plan) -> bool:
+def fits(p: Plan) -> bool:
+    """Whether all that it needs is there."""
     budget, peak = (p.predicted.get(k, 0.0) for k in ("budget_bytes", "peak_memory_bytes"))
     return not budget or peak <= budget * (1 + 1e-9)
 

@@ -38,6 +38,11 @@ def of_a_stage(training: TrainingConfig, ranks: int, stages: int, in_flight: int
     )
 
 
+def part_of_state(lists: Lists) -> float:
+    """Of the state of all layers, what a plan that is made for `lists` counts."""
+    return lists.stages / lists.most_in_flight / len(lists.ranks)
+
+
 def held_share(lists: Lists) -> float:
     """Of the activations of all layers, of a micro-batch, what the rank that holds most has of them at once."""
     return lists.most_in_flight / lists.stages

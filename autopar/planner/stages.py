@@ -107,7 +107,7 @@ class Stages(Attempt):
                 f, problem, () if self.restrict is not None else by_hand(problem, f.names, v.rules, mesh, self.mesh),
                 lambda strategies: self.formulated(v, mesh, only=strategies),
                 lambda strategies, best: self.cut(mesh, strategies, bound_s, best, True),
-                lambda f, problem, answer: Found(mesh, problem, f.names, v.shrunk, v.rules, answer, f.formulated()),
+                lambda f, problem, answer: Found(mesh, problem, f.names, v.shrunk, v.rules, answer, f.formulated(), f.of_all(answer.decision.strategies)),
             )  # fmt: skip
         self.on_progress("descent", time.perf_counter() - began)
         if best is None or not isinstance(best.answer, Solution):
@@ -141,7 +141,7 @@ class Stages(Attempt):
         if seen.price is not None and seen.price.feasible and not (self.training.counts and is_recomputed(problem, seen.decision)):
             spent = time.perf_counter() - start
             answer = Solution(seen.decision, seen.price, seen.bound_s, spent, seen.stopped_by, seen.variables, seen.rows)
-            done = Found(mesh, problem, f.names, v.shrunk, v.rules, answer, f.formulated())
+            done = Found(mesh, problem, f.names, v.shrunk, v.rules, answer, f.formulated(), f.of_all(answer.decision.strategies))
             self.so_far(mesh, seen.bound_s, done)
             return done
         bound_s = seen.bound_s
@@ -173,7 +173,7 @@ class Stages(Attempt):
             return None
         self.has_answer = True
         answer = replace(answer, bound_s=min(bound_s, answer.objective_s), seconds=time.perf_counter() - self.start)
-        found = Found(mesh, only, narrow.names, v.shrunk, v.rules, answer, narrow.formulated())
+        found = Found(mesh, only, narrow.names, v.shrunk, v.rules, answer, narrow.formulated(), tuple(strategies))
         self.so_far(mesh, bound_s, found)
         return found
 
@@ -209,7 +209,7 @@ class Stages(Attempt):
             # With strategies fixed, nothing is brought from where only other strategies have it; but memory of what runs again is known only then.
             mine = replace(answer, bound_s=min(bound_s, answer.objective_s))
             if not is_recomputed(problem, answer.decision) and (best is None or better(mine, best.answer)):
-                best = Found(mesh, problem, f.names, v.shrunk, v.rules, mine, f.formulated())
+                best = Found(mesh, problem, f.names, v.shrunk, v.rules, mine, f.formulated(), f.of_all(mine.decision.strategies))
         if best is None and self.limits.below_s < math.inf:
             raise NoneFaster(bound_s)
         return best or self.with_low_memory_strategies(v, mesh, f, problem, bound_s, None)
@@ -379,7 +379,7 @@ class Stages(Attempt):
             self.so_far(self.mesh, bound_s, best)
             if seen.price is not None and seen.price.feasible and seen.price.objective_s < known:
                 answer = Solution(seen.decision, seen.price, bound_s, 0.0, seen.stopped_by, seen.variables, seen.rows)
-                best = Found(self.mesh, problem, f.names, v.shrunk, v.rules, answer, f.formulated())
+                best = Found(self.mesh, problem, f.names, v.shrunk, v.rules, answer, f.formulated(), f.of_all(answer.decision.strategies))
             else:
                 best = self.cut(self.mesh, f.all_strategies(seen.decision.strategies), bound_s, best, False) or best
             if best is not None and isinstance(best.answer, Solution):

@@ -177,6 +177,22 @@ def test_a_plan_that_was_made_without_the_cluster(schedule: str | None, tmp_path
         assert (r["mesh"], r["micro_batches"]) == ({"dp": 2}, 4)
 
 
+def test_stages_that_keep_what_there_is_room_for(tmp_path: Path) -> None:
+    """In memory that is too little for what 1f1b's first rank would keep: its layers make more again than the others', as the plan's file says, and all is as one device has it."""
+    reference, batch = built("llama", 8)
+    cluster, how = _cluster().part(1, 4), {"micro_batches": 4, "schedule": "1f1b", "precision": "fp32", "options": {"seconds": 60}}
+    roomy = autopar.plan(reference, batch, cluster, {"pp": 4}, **how)
+    plan = autopar.plan(reference, batch, cluster, {"pp": 4}, memory=0.85 * roomy.predicted["peak_memory_bytes"], **how)
+    p = plan.pipeline
+    assert p is not None and max(p.peak_bytes) <= plan.predicted["budget_bytes"] < max(roomy.predicted["peak_memory_bytes"], 0)
+    (cut,) = plan.segments.values()
+    assert len(cut) > 1
+    plan.save(tmp_path / "plan.json")
+    for r in run(_by_a_plan, 4, str(tmp_path / "plan.json"), 8, timeout=900):
+        assert max(r[k] for k in ("loss", "gradients", "parameters")) < 2e-4, r
+        assert r["pipeline"].layers == p.layers and r["micro_batches"] == 4
+
+
 def _mesh(text: str, processes: int) -> dict[str, int]:
     return {n: int(s) for n, s in (a.split("=") for a in text.split(","))} if text else {"pp": processes}
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 import autopar
 from autopar.capture.belongs import belongs
-from autopar.capture.capture import Call, capture, off_cache
+from autopar.capture.capture import Call, Captured, capture, off_cache
 from autopar.capture.describe import describe
 from autopar.cost import Cost
 from autopar.errors import AutoparError, LayoutError, MeshError
@@ -22,9 +25,14 @@ from autopar.hardware.cluster import Cluster
 from autopar.pipeline import Times, scheduled
 from autopar.pipeline import replay as replayed
 from autopar.plan import schema
-from autopar.planner.cuts import cut_into, shares, stages_of
+from autopar.planner.cuts import cut_into, cut_work, shares, stages_of
 from autopar.planner.infeasible import InfeasibleError
+from autopar.planner.layer_figures import LayerFigures
+from autopar.planner.pipelined import LayerWork
+from autopar.planner.task import program
+from autopar.timeline.expand import expand
 from tests.models import ZOO
+from tests.wide import cases
 
 CLUSTER = "h100:2x2"
 
@@ -38,21 +46,55 @@ def planned(name: str = "llama", layers: int = 8, mesh: Any = None, **kwargs: An
 
 @pytest.mark.parametrize(("name", "layers", "stages"), [("llama", 8, 2), ("gpt2", 9, 3), ("t5", 6, 4), ("gemma3", 14, 2)])
 def test_cut_as_the_whole_program_is(name: str, layers: int, stages: int) -> None:
-    """Folded of few layers, a model is cut as its whole graph is: the same layers, work within two per cent of a stage's."""
+    """Folded of few layers, a model is cut by work as its whole graph is: the same layers, work within two per cent of a stage's."""
     torch.manual_seed(0)
     model = ZOO[name].build(layers).train()
-    call = Call.of((), off_cache(model, ZOO[name].inputs(4, 16)))
-    found = capture(model, call, tuple((tuple(t.shape), t.dtype) for t in call.tensors))
+
+    def captured(module: nn.Module) -> Captured:
+        call = Call.of((), off_cache(module, ZOO[name].inputs(4, 16)))
+        return capture(module, call, tuple((tuple(t.shape), t.dtype) for t in call.tensors))
+
+    found = captured(model)
     graph = describe(found)
     matches = belongs(found.gm, graph)
     cut = cut_into(graph, matches, stages)
     forward, backward = shares(graph, stages_of(graph, matches, cut), stages)
-    plan = planned(name, layers, {"pp": stages, "dp": 1}, cluster=f"h100:1x{stages}", schedule="1f1b")
-    assert plan.pipeline is not None
-    whole = [layer for stage in cut.stages for layer in stage]
-    assert [layer for stage in plan.pipeline.layers for layer in stage] == whole
-    assert [len(stage) for stage in plan.pipeline.layers] == [len(stage) for stage in cut.stages]
-    assert plan.pipeline.work == pytest.approx([f + b for f, b in zip(forward, backward, strict=True)], abs=0.02)
+    work = LayerWork.of(program(model, lambda module: describe(captured(module))), model)
+    folded = cut_work(work.layers, work.both, stages)
+    assert folded.stages == cut.stages
+    mine = [sum(w for layer, w in zip(work.layers, work.both, strict=True) if layer in stage) / sum(work.both) for stage in folded.stages]
+    assert mine == pytest.approx([f + b for f, b in zip(forward, backward, strict=True)], abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "stages"), cases([("llama", 8, 2), ("gpt2", 9, 3), ("t5", 6, 4), ("gemma3", 14, 2)], [("gpt2", 9, 3)])
+)
+def test_what_layers_take(name: str, layers: int, stages: int) -> None:
+    """By the plan's timeline all layers take what it does, keep what it says, and have its state; stages are cut by that."""
+    seen: list[tuple[autopar.Plan, LayerFigures]] = []
+    figures = LayerWork.figures
+
+    def noted(work: LayerWork, plan: autopar.Plan, part: float = 1.0) -> LayerFigures | None:
+        made = figures(work, plan, part)
+        assert made is not None
+        seen.append((plan, made))
+        return made
+
+    with mock.patch.object(LayerWork, "figures", noted):
+        plan = planned(name, layers, {"pp": stages, "dp": 1}, cluster=f"h100:1x{stages}", schedule="gpipe")
+    alone, f = seen[0]
+    assert alone.profile is not None and plan.pipeline is not None
+    timeline = expand(alone.profile)
+    for stage, each in (("forward", f.forward_s), ("backward", f.backward_s)):
+        ((start, end),) = [(a, b) for name, a, b in timeline.stages if name == stage]
+        assert sum(each) == pytest.approx(end - start, rel=0.02), stage
+    turn = next(m for m in timeline.moments if m.stage == "backward")
+    assert sum(f.kept_bytes) == pytest.approx(turn.nbytes.get("kept for backward", 0), rel=0.02)
+    bytes_each = 4 + 8  # a parameter, AdamW's state; gradients of micro-batches wait besides
+    held = sum(math.prod(c.shape) for c in alone.params.values()) * bytes_each
+    assert held <= sum(f.state_bytes) <= 1.6 * held
+    assert all(x > 0 for x in (*f.forward_s, *f.backward_s, *f.transient_bytes))
+    assert len(f.forward_s) == sum(map(len, plan.pipeline.layers))
 
 
 def test_times_are_the_replay_with_hops() -> None:

@@ -89,6 +89,28 @@ def told(seconds: dict[str, float], memory: dict[str, float], budget: float = 1.
     return made
 
 
+def none(lists: Lists) -> None:
+    """No stages with policies of their own."""
+
+
+def test_stages_with_policies_of_their_own_are_looked_at() -> None:
+    """Of the fastest schedules, also those that do not fit; and taken where they fit, or are faster."""
+    f1b, made = scheduled("1f1b", 4, 8), told({"1f1b": 1.0, "interleaved": 0.9, "zb-h1": 0.95}, {"interleaved": 1.5})
+    asked: list[str] = []
+
+    def by_stage(lists: Lists, takes: float) -> Plan:
+        asked.append(lists.name)
+        return told({lists.name: takes}, {})(lists)
+
+    def never(lists: Lists) -> Plan:
+        raise AssertionError(lists.name)
+
+    plan = fastest(made(f1b), f1b, 8, {}, made, lambda x: by_stage(x, 0.91), never)
+    assert asked[0] == "interleaved" and plan.predicted["step_time_s"] == 0.91 and "does not fit" not in str(plan.solver["schedules"])
+    plan = fastest(made(f1b), f1b, 8, {}, made, lambda x: by_stage(x, 0.99), lambda x: made(f1b))
+    assert plan.pipeline is not None and plan.pipeline.schedule == "zb-h1"
+
+
 def test_what_does_not_fit_is_planned_for_itself() -> None:
     f1b, seconds = scheduled("1f1b", 4, 8), {"1f1b": 1.0, "interleaved": 0.9, "zb-h1": 0.95}
     made = told(seconds, {"interleaved": 1.5})
@@ -99,23 +121,23 @@ def test_what_does_not_fit_is_planned_for_itself() -> None:
         return told({lists.name: takes}, {})(lists)
 
     kinds: dict[str, str] = {}
-    plan = fastest(made(f1b), f1b, 8, kinds, made, lambda x: again(x, 0.92))
+    plan = fastest(made(f1b), f1b, 8, kinds, made, none, lambda x: again(x, 0.92))
     assert plan.predicted["step_time_s"] == 0.92 and asked == ["interleaved"]
     # With less memory it makes so much again that the one that fits is faster.
-    plan = fastest(made(f1b), f1b, 8, kinds, made, lambda x: again(x, 0.97))
+    plan = fastest(made(f1b), f1b, 8, kinds, made, none, lambda x: again(x, 0.97))
     assert plan.pipeline is not None and plan.pipeline.schedule == "zb-h1"
     # By less than `PAYS` it is not worth it.
     almost = told({"1f1b": 1.0, "zb-h1": 0.996}, {})
-    plan = fastest(almost(f1b), f1b, 8, kinds, almost, lambda x: again(x, 1.0))
+    plan = fastest(almost(f1b), f1b, 8, kinds, almost, none, lambda x: again(x, 1.0))
     assert plan.pipeline is not None and plan.pipeline.schedule == "1f1b"
 
 
 def test_backward_is_not_split_where_products_are_made_again() -> None:
     f1b, made = scheduled("1f1b", 4, 8), told({"1f1b": 1.0, "zb-h1": 0.5}, {})
     first = replace(made(f1b), recompute=frozenset({"mm_3"}))
-    plan = fastest(first, f1b, 8, {"mm_3": "matmul"}, made, made)
+    plan = fastest(first, f1b, 8, {"mm_3": "matmul"}, made, none, made)
     assert plan.pipeline is not None and plan.pipeline.schedule == "1f1b"
-    assert fastest(first, f1b, 8, {"mm_3": "cheap"}, made, made).predicted["step_time_s"] == 0.5
+    assert fastest(first, f1b, 8, {"mm_3": "cheap"}, made, none, made).predicted["step_time_s"] == 0.5
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

@@ -126,6 +126,10 @@ class Formulator:
         """`chosen`, of the strategies that were not dropped, as indices of all."""
         return tuple(self.kept[c][s] if c < len(self.kept) else s for c, s in enumerate(chosen))
 
+    def of_all(self, chosen: Sequence[int]) -> tuple[int, ...]:
+        """As `all_strategies`, also where one alone was left of every choice."""
+        return self.all_strategies(chosen) if self.only is None else tuple(self.only)
+
     def choice(self, name: str, labels: Sequence[str], times: list[dict[int, float]]) -> int:
         self.choices.append((name, tuple(labels), times))
         return len(self.choices) - 1
