@@ -77,7 +77,8 @@ class Groups:
         self.made: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self.known: dict[str, dist.ProcessGroup] = {}  # what graphs' collectives mean by a name
         self.world = dist.group.WORLD if dist.is_initialized() else None
-        self.talks = len(self.ranks) > 1 and not _alone[0]  # whether there is anybody to agree with
+        self.alone = _alone[0]
+        self.talks = len(self.ranks) > 1 and not self.alone  # whether there is anybody to agree with
         self.steps = 0
         self._id = f"{self.prefix}.alone" if _alone[0] else ""
         _all.add(self)

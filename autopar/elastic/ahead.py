@@ -40,7 +40,7 @@ class Placeholder(Groups):
         self.prefix = prefix_of(self.ranks, self.axes, like.device_mesh.device_type)
         self.asked: list[tuple[str, ...]] = []
         self.held: dict[tuple[str, ...], Any] = {}
-        self.tells, self.talks = dist.get_rank() == 0, False
+        self.tells, self.talks, self.alone = dist.get_rank() == 0, False, True
 
     @property
     def rank(self) -> int:
@@ -111,6 +111,8 @@ class Ahead:
         shared = set.intersection(*map(set, all_gathered(groups, sorted(texts.values()))))
         for kind, programs in list(kinds.items()):
             programs[:] = sorted((p for p in programs if texts[id(p)] in shared), key=lambda p: texts[id(p)])
+            for p in programs:
+                p.step.first_run()  # checked on some of them, perhaps, and so on none any more
             if not programs:
                 del kinds[kind]
         self.model._programs.sizes = {}  # which sizes vary, one that joined has not seen

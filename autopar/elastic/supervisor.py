@@ -265,6 +265,8 @@ class Supervisor:
         return False
 
     def _end(self, code: int) -> None:
+        if self.growth.coming:
+            self.tell(f"the run is over, and worker {', '.join(map(str, self.growth.coming))} had not joined")
         for p in self.processes.values():
             if p.poll() is None:
                 p.kill()
