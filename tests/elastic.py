@@ -1,8 +1,8 @@
 """Runs of a small training under a supervisor, with processes that die where a test wants them to, beside plain eager PyTorch on one device.
 
-    python -m tests.elastic --seed 1 --kills 20 [--layout fsdp] [--seconds 600]
+    python -m tests.elastic --seed 1 --kills 20 [--layout fsdp] [--seconds 600] [--rejoin]
 
-is a soak: runs with losses at random places until so many were survived.
+is a soak: runs with losses at random places until so many were survived. With --rejoin lost places are filled again, and of those that join, and of the others meanwhile, some are lost, too.
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ class Done:
     recoveries: list[Any]
     held_bytes: int
     captured: int
+    draws: dict[int, float] = field(default_factory=dict)  # of torch's own generator, by step
 
 
 @dataclass
@@ -226,13 +227,14 @@ def _work(task: Task, told: Any) -> Done:
     optimizer.register_step_pre_hook(lambda *_: at("committed"))
     optimizer.register_step_post_hook(lambda *_: at("stepped"))
     losses: dict[int, float] = {}
+    draws: dict[int, float] = {}
     assert session.member is not None
     every = list(batches(task, 8 if other == "data" else 7))
     size = task.steps // task.passes
     for k in range(task.passes):
         for x, y in session.batches(iter(every[k * size : (k + 1) * size])):
             _hold(task, session)
-            _one(task, session, model, optimizer, scheduler, losses, at, told, x, y)
+            _one(task, session, model, optimizer, scheduler, losses, draws, at, told, x, y)
             if any(d.phase == "copied" for d in task.deaths):
                 time.sleep(0.1)
                 at("copied")
@@ -244,6 +246,7 @@ def _work(task: Task, told: Any) -> Done:
         session.recoveries,
         session.holdings.bytes(),
         model.programs.captured,
+        draws,
     )
 
 
@@ -262,11 +265,12 @@ def _hold(task: Task, session: Session) -> None:
 
 
 def _one(
-    task: Task, session: Session, model: Any, optimizer: Any, scheduler: Any, losses: dict[int, float],
+    task: Task, session: Session, model: Any, optimizer: Any, scheduler: Any, losses: dict[int, float], draws: dict[int, float],
     at: Callable[[str], None], told: Any, x: torch.Tensor, y: torch.Tensor,
 ) -> None:  # fmt: skip
     at("between")
     with session.step() as number:
+        draws[number] = torch.rand(()).item()
         loss = model(x, y)["loss"]
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -372,6 +376,8 @@ def compare(task: Task, out: Outcome, dead: set[int] | None = None) -> None:
     assert out.code == 0 and not out.errors, (out.said, *out.errors.values())
     assert {w for w, _ in out.lost} == dead and set(range(task.ranks)) - dead <= set(out.done), (out.lost, sorted(out.done), out.said)
     assert task.rejoin or set(out.done) == set(range(task.ranks)) - dead, sorted(out.done)
+    drawn = [{(n, x) for n, x in d.draws.items() if n >= 0} for d in out.done.values()]
+    assert len(set.union(*drawn)) == task.steps, "torch's own random numbers differ"
     want = reference(task)
     for worker, done in out.done.items():
         first = (
@@ -401,10 +407,34 @@ def random_task(draw: random.Random, layout: str) -> Task:
     return replace(task, deaths=tuple(deaths))
 
 
-def soak(seed: int, kills: int, layouts: Sequence[str], seconds: float) -> int:
+def random_join(draw: random.Random, layout: str) -> Task:
+    """A loss whose place is filled again. The one that joins, or another while it does, may be lost."""
+    phases = [p for p in PHASES if p not in ("copy", "copied")]  # which take place only where somebody is to die there
+    first = Death(draw.randrange(4), draw.randrange(1, 5), draw.choice(phases))
+    hold = first.step + draw.randrange(1, 4)
+    task = Task(
+        layout,
+        steps=12,
+        survive=2,
+        rejoin=3,
+        hold=hold,
+        optimizer=draw.choice(["adamw", "sgd"]),
+        batch=draw.choice([12, 8]),
+        every=draw.choice([1, 1, 2]),
+    )
+    new = task.ranks
+    others = [
+        None, Death(new, 0, draw.choice(["forward", "backward", "reduced"]), 1), Death(new, 0, "regrouped", 2), Death(new, hold + 1, draw.choice(["moved", *phases]), 2),
+        Death((first.worker + draw.randrange(1, 4)) % task.ranks, hold + 1, draw.choice([*TWICE, *phases]), 2),
+    ]  # fmt: skip
+    other = draw.choice(others)
+    return replace(task, deaths=(first,) if other is None else (first, other))
+
+
+def soak(seed: int, kills: int, layouts: Sequence[str], seconds: float, rejoin: bool = False) -> int:
     draw, survived, runs, begun = random.Random(seed), 0, 0, time.monotonic()
     while survived < kills and time.monotonic() - begun < seconds:
-        task = random_task(draw, layouts[runs % len(layouts)])
+        task = (random_join if rejoin else random_task)(draw, layouts[runs % len(layouts)])
         runs += 1
         try:
             # Of two at once the second may be told of the first before it gets to where it is to die.
@@ -413,8 +443,11 @@ def soak(seed: int, kills: int, layouts: Sequence[str], seconds: float) -> int:
         except AssertionError as e:
             print(f"run {runs}: {task}\n{e}", flush=True)
             return 1
-        survived += len(out.lost)
-        print(f"run {runs}: {task.layout} {', '.join(f'{d.worker} {d.phase} at {d.step}' for d in task.deaths)}: survived", flush=True)
+        survived += len(out.lost) + sum("has not joined" in x for x in out.said)
+        joins = f", {sum('joined' in x and 'generation' in x for x in out.said)} joins" if rejoin else ""
+        print(
+            f"run {runs}: {task.layout} {', '.join(f'{d.worker} {d.phase} at {d.step}' for d in task.deaths)}: survived{joins}", flush=True
+        )
     print(f"{survived} losses survived in {runs} runs, {time.monotonic() - begun:.0f} s; every curve is that of one process")
     return 0 if survived >= kills else 2
 
@@ -425,8 +458,9 @@ def main() -> int:
     p.add_argument("--kills", type=int, default=20, help="until so many losses were survived")
     p.add_argument("--layout", action="append", help="fsdp, ddp; default: both in turn")
     p.add_argument("--seconds", type=float, default=1200, help="at most")
+    p.add_argument("--rejoin", action="store_true", help="lost places are filled again")
     asked = p.parse_args()
-    return soak(asked.seed, asked.kills, asked.layout or ["fsdp", "fsdp", "ddp"], asked.seconds)
+    return soak(asked.seed, asked.kills, asked.layout or ["fsdp", "fsdp", "ddp"], asked.seconds, asked.rejoin)
 
 
 if __name__ == "__main__":

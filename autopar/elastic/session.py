@@ -333,6 +333,7 @@ class Session:
         else:
             torch.set_rng_state(self.given[0])
         self.given = None
+        os.environ.pop(words.JOINS, None)  # it is one of the members now
         return True
 
     def random_at(self, version: int) -> Random:
@@ -419,6 +420,7 @@ class Session:
         was_split, self.is_split = self.is_split or bool(self.holdings.own), self.state.is_split()
         moved = recover(self, was_split)
         self.newcomer, self.is_new = None, self.newcomer is not None or self.is_new
+        self.given = self.given if self.is_new else None
         self.committed = False
         self._publish()
         self.copies.wait()

@@ -19,9 +19,9 @@ WHILE_JOINING = {
 }
 
 
-def joined(task: Task, lost: set[int] | None = None) -> Outcome:
+def joined(task: Task, lost: set[int] | None = None, limit_s: float = 120.0) -> Outcome:
     """lost: members, other than those that the task's deaths name."""
-    out = run(task)
+    out = run(task, limit_s)
     compare(task, out, {d.worker for d in task.deaths} if lost is None else lost)
     return out
 
@@ -137,5 +137,5 @@ def test_a_run_begins_with_fewer(nodes: tuple[int, int], deaths: bool) -> None:
 
 @wide
 def test_inductor_compiles_nothing_once_it_is_let_in() -> None:
-    out = joined(replace(TASK, backend="inductor", silence_s=60.0))
+    out = joined(replace(TASK, backend="inductor", silence_s=60.0), limit_s=400.0)
     assert all(d.captured == 0 and d.recoveries[-1].ahead for d in out.done.values())
