@@ -2,6 +2,7 @@
 with copies and without.
 
     python -m benchmarks.elastic --out benchmarks/results/elastic.json
+    python -m benchmarks.elastic --rounds 0 --kills 0 --out benchmarks/results/elastic_joins.json
     python -m benchmarks.elastic --processes 4 --hidden 256 --layers 4 --layout fsdp --every 1,4 --rounds 3
 
 A small Llama trains on gloo processes of this machine under `autopar.elastic.supervisor`. For the cost, the same training runs without `elastic=` and with copies every
@@ -57,20 +58,7 @@ def main() -> None:
         every, lose, folder = a.worker
         work(a, int(every), int(lose), Path(folder))
         return
-    cases = [0, *(int(k) for k in a.every.split(","))]
-    steps: dict[int, list[float]] = {k: [] for k in cases}
-    held = 0
-    for i in range(a.rounds):
-        for k in cases if i % 2 == 0 else reversed(cases):
-            ranks = ran(a, k, -1)
-            steps[k] += [max(r["steps_s"][s] for r in ranks) for s in range(FIRST, a.steps)]
-            held = max(held, *(r["held_bytes"] for r in ranks))
-    plain = statistics.median(steps[0])
-    cost = [{"every": k, "step_s": statistics.median(v), "ratio": statistics.median(v) / plain} for k, v in steps.items()]
-    for row in cost:
-        name = f"copies every {row['every']}" if row["every"] else "without elastic="
-        print(f"{name}: {1e3 * row['step_s']:.1f} ms a step ({row['ratio']:.3f})", flush=True)
-    print(f"kept in host memory: {held / 1e6:.1f} MB a rank at most", flush=True)
+    cost, held = costs(a) if a.rounds else ([], 0)
     losses = []
     for n in range(a.kills):
         row = loss(a, n % a.processes)
@@ -85,13 +73,32 @@ def main() -> None:
         row = join(a, n % a.processes)
         joins.append(row)
         print(
-            f"rank {row['rank']} again: {row['start_s']:.1f} s until it is ready, in which the others did {row['steps_meanwhile']} steps; let in after {1e3 * row['wait_s']:.0f} ms, which others "
-            f"stood {1e3 * row['pause_s']:.0f} ms for (group {1e3 * row['group_s']:.0f}, state {1e3 * row['state_s']:.0f}), first step {1e3 * row['step_s']:.0f}; "
+            f"rank {row['rank']} again: {row['start_s']:.1f} s until it is ready, in which the others did {row['steps_meanwhile']} steps; let in {1e3 * row['wait_s']:.0f} ms later; the others "
+            f"stood for {1e3 * row['pause_s']:.0f} ms (group {1e3 * row['group_s']:.0f}, state {1e3 * row['state_s']:.0f}); first step {1e3 * row['step_s']:.0f}; "
             f"{row['moved_bytes']:,} bytes moved",
             flush=True,
         )
     what = {k: getattr(a, k) for k in ("processes", "layout", "backend", "hidden", "layers", "batch", "seq", "steps", "rounds")}
     write(a.out, "python -m benchmarks.elastic", {**what, "cost": cost, "held_bytes": held, "losses": losses, "joins": joins})
+
+
+def costs(a: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
+    """A step's time in each case, and the bytes that a rank kept at most."""
+    cases = [0, *(int(k) for k in a.every.split(","))]
+    steps: dict[int, list[float]] = {k: [] for k in cases}
+    held = 0
+    for i in range(a.rounds):
+        for k in cases if i % 2 == 0 else reversed(cases):
+            ranks = ran(a, k, -1)
+            steps[k] += [max(r["steps_s"][s] for r in ranks) for s in range(FIRST, a.steps)]
+            held = max(held, *(r["held_bytes"] for r in ranks))
+    plain = statistics.median(steps[0])
+    cost = [{"every": k, "step_s": statistics.median(v), "ratio": statistics.median(v) / plain} for k, v in steps.items()]
+    for row in cost:
+        name = f"copies every {row['every']}" if row["every"] else "without elastic="
+        print(f"{name}: {1e3 * row['step_s']:.1f} ms a step ({row['ratio']:.3f})", flush=True)
+    print(f"kept in host memory: {held / 1e6:.1f} MB a rank at most", flush=True)
+    return cost, held
 
 
 def join(a: argparse.Namespace, rank: int) -> dict[str, Any]:
