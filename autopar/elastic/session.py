@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -108,7 +109,7 @@ class Session:
         The loop's body is `with session.step():`, around all of a step. At the end, all ranks have the same version, or have lost nobody since."""
         source, kept = iter(loader), dict[int, T]()
         if self.newcomer is not None:
-            is_in = yield from self._as_a_newcomer(source)
+            is_in = yield from self._as_a_newcomer(source, kept)
             if not is_in:
                 return
         else:
@@ -277,18 +278,19 @@ class Session:
         newcomer.compare_steps(of_steps(self.model))
         newcomer.rehearsed = True
 
-    def _as_a_newcomer(self, source: Iterator[T]) -> Generator[T, None, bool]:
-        """A pass through the data of a process that is to join: True where it is let in in this one, with `source` where the others are; False where they are past it."""
+    def _as_a_newcomer(self, source: Iterator[T], kept: dict[int, T]) -> Generator[T, None, bool]:
+        """A pass through the data of a process that is to join: True where it is let in in this one, with `source` and `kept` as the others have them; False where they are past it."""
         newcomer = self.newcomer
         assert newcomer is not None
         number, taken = newcomer.passes, 0
         newcomer.passes += 1
+        last: deque[T] = deque(maxlen=2 * self.options.every + 2)  # taken: a loss may take the others so many steps back
 
         def take(count: int) -> None:
             nonlocal taken
             while taken < count:
                 try:
-                    next(source)
+                    last.append(next(source))
                 except StopIteration:
                     raise AutoparError(
                         f"the loader of pass {number} through the data ended after {taken} batches, and the run has had {count} of it already",
@@ -299,6 +301,7 @@ class Session:
         if not newcomer.rehearsed:
             for batch in source:
                 taken += 1
+                last.append(batch)
                 yield batch
                 if not newcomer.rehearsed:
                     raise AutoparError(
@@ -326,7 +329,9 @@ class Session:
             time.sleep(0.0 if newcomer.version() - data[-1][0] > taken else PAUSE_S)
             newcomer.member.refuse_stopped()
         self._recover(broken=False)
-        take(self.version - self.passes[-1][0])
+        first = self.passes[-1][0]
+        take(self.version - first)
+        kept.update({first + taken - len(last) + i: batch for i, batch in enumerate(last)})
         assert self.given is not None
         if self.given[1]:
             self.numbers[self.version] = self.given[0]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import autopar
 from autopar.elastic import growth, program, words
+from autopar.elastic.session import Session
 from autopar.elastic.supervisor import Supervisor
 from autopar.errors import AutoparError
 from autopar.run import main
@@ -193,6 +195,45 @@ def test_a_program_that_would_train_apart(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv(words.JOINS, "1")
     with pytest.raises(AutoparError, match="its program compiles a model without elastic="):
         autopar.compile(nn.Linear(2, 2), {"dp": 1}, layout="fsdp", backend="aot_eager")
+
+
+@pytest.mark.parametrize(("reached", "let_in"), [(7, 9), (7, 7), (7, 6), (7, 4)])
+def test_the_place_in_the_data(reached: int, let_in: int) -> None:
+    """Whether the members went on since it heard of them, or a loss took them back."""
+
+    class Alone:
+        passes, rehearsed, member = 1, True, None
+
+        def data(self) -> list[tuple[int, bool]]:
+            return [(0, True), (3, False)]
+
+        def version(self) -> int:
+            return reached
+
+        def offer(self, number: int) -> None:
+            assert number == 1
+
+    class Member:
+        looks = 0
+
+        def is_let_in(self) -> bool:
+            self.looks += 1
+            return self.looks > 10
+
+        def refuse_stopped(self) -> None: ...
+
+    session: Any = Session.__new__(Session)
+    session.newcomer, session.options, session.version, session.numbers = Alone(), autopar.Elastic(every=1), 0, {}
+    session.newcomer.member = Member()
+
+    def recover(broken: bool) -> None:
+        session.version, session.passes, session.given = let_in, [(0, True), (3, False)], (torch.get_rng_state(), False)
+
+    session._recover = recover
+    source, kept = iter(range(3, 20)), dict[int, int]()  # a batch's number is its step's
+    assert list(session._as_a_newcomer(source, kept)) == []
+    following = [kept[v] if v in kept else next(source) for v in range(let_in, 15)]
+    assert following == list(range(let_in, 15))
 
 
 def test_the_first_line_that_differs_is_said() -> None:
