@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.elastic.attach import attach, refuse
+from autopar.elastic.newcomer import imagined_mesh, joins, refuse_apart
 from autopar.elastic.options import Elastic
 from autopar.errors import AutoparError, MeshError
 from autopar.hardware.cluster import Cluster
@@ -143,7 +144,9 @@ def compile(
         where = None
     if where is None and request.plan is not None:
         where = mesh_of(request.plan)
-    device_mesh = _device_mesh(where)
+    if elastic is None:
+        refuse_apart()
+    device_mesh = imagined_mesh(where) if elastic is not None and joins() else _device_mesh(where)
     lists = schedule_of(device_mesh, schedule, virtual_stages, number, outputs, request.plan)
     config = Config(
         loss_fn, inputs, layout, Precision.of(precision), optimizer, grad_accumulation, backend, outputs, request, dynamic, lengths,

@@ -27,6 +27,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--node-rank", "--node_rank", type=int, default=0, metavar="R", help="which of them this is, from 0")
     p.add_argument("--coordinator", default=None, metavar="HOST:PORT", help="a port of node 0 that all nodes reach")
     p.add_argument("--min-procs", type=int, default=None, metavar="K", help="how many must be left for the run to go on (default: 1)")
+    p.add_argument("--rejoin", type=int, default=0, metavar="N", help="how often a lost process is started again, to join (default: 0)")
     p.add_argument("--limit-s", type=float, default=None, metavar="S", help="end the run after so many seconds")
     p.add_argument("-m", "--module", action="store_true", help="the program is a module, as with python -m")
     p.add_argument("program", help="a Python file, or with -m a module")
@@ -48,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise AutoparError(
             f"--node-rank {asked.node_rank} of --nnodes {asked.nnodes}", where=WHERE, fix=f"a number from 0 to {max(0, asked.nnodes - 1)}"
         )
+    if asked.rejoin < 0:
+        raise AutoparError(f"--rejoin {asked.rejoin}", where=WHERE, fix="a number from 0: how often a lost process is started again")
     host, port = coordinator(asked.coordinator, asked.nnodes)
     command = [*(["-m"] if asked.module else []), asked.program, *asked.arguments]
 
@@ -60,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, end)
     if asked.node_rank:
         return Agent(started(command), asked.nproc_per_node, asked.node_rank, host, port, tell).run()
-    return Supervisor(started(command), asked.nproc_per_node, least, tell, host, port, asked.nnodes).run(asked.limit_s)
+    return Supervisor(started(command), asked.nproc_per_node, least, tell, host, port, asked.nnodes, rejoin=asked.rejoin).run(asked.limit_s)
 
 
 def coordinator(given: str | None, nodes: int) -> tuple[str, int]:

@@ -1,6 +1,8 @@
-"""What surviving costs: the time from a killed process to the next finished step, by part; and a step's time where nobody is lost, with copies and without.
+"""What surviving costs: the time from a killed process to the next finished step, by part, and from the start of one in its place to its first step; and a step's time where nobody is lost,
+with copies and without.
 
     python -m benchmarks.elastic --out benchmarks/results/elastic.json
+    python -m benchmarks.elastic --rounds 0 --kills 0 --out benchmarks/results/elastic_joins.json
     python -m benchmarks.elastic --processes 4 --hidden 256 --layers 4 --layout fsdp --every 1,4 --rounds 3
 
 A small Llama trains on gloo processes of this machine under `autopar.elastic.supervisor`. For the cost, the same training runs without `elastic=` and with copies every
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -19,6 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,7 @@ from benchmarks.record import write
 
 FIRST = 3  # steps in which things are compiled, or made ahead
 LOSE_AT = 6  # steps done before the loss
+LONGEST = 2000  # steps that one that joins is waited for
 
 
 def main() -> None:
@@ -45,6 +50,7 @@ def main() -> None:
     p.add_argument("--every", default="1,4", help="copies every so many steps, each a case")
     p.add_argument("--rounds", type=int, default=2)
     p.add_argument("--kills", type=int, default=3, help="runs with a loss, each of another rank")
+    p.add_argument("--joins", type=int, default=2, help="runs with a loss whose place is filled again")
     p.add_argument("--out", type=Path)
     p.add_argument("--worker", nargs=3, metavar=("EVERY", "LOSE", "FOLDER"), help=argparse.SUPPRESS)
     a = p.parse_args()
@@ -52,6 +58,32 @@ def main() -> None:
         every, lose, folder = a.worker
         work(a, int(every), int(lose), Path(folder))
         return
+    cost, held = costs(a) if a.rounds else ([], 0)
+    losses = []
+    for n in range(a.kills):
+        row = loss(a, n % a.processes)
+        losses.append(row)
+        parts = ", ".join(f"{k.removesuffix('_s')} {1e3 * row[k]:.0f}" for k in ("detect_s", "group_s", "state_s", "step_s"))
+        print(
+            f"rank {row['rank']} lost: {1e3 * row['total_s']:.0f} ms to the next finished step ({parts}); {row['moved_bytes']:,} bytes moved",
+            flush=True,
+        )
+    joins = []
+    for n in range(a.joins):
+        row = join(a, n % a.processes)
+        joins.append(row)
+        print(
+            f"rank {row['rank']} again: {row['start_s']:.1f} s until it is ready, in which the others did {row['steps_meanwhile']} steps; let in {1e3 * row['wait_s']:.0f} ms later; the others "
+            f"stood for {1e3 * row['pause_s']:.0f} ms (group {1e3 * row['group_s']:.0f}, state {1e3 * row['state_s']:.0f}); first step {1e3 * row['step_s']:.0f}; "
+            f"{row['moved_bytes']:,} bytes moved",
+            flush=True,
+        )
+    what = {k: getattr(a, k) for k in ("processes", "layout", "backend", "hidden", "layers", "batch", "seq", "steps", "rounds")}
+    write(a.out, "python -m benchmarks.elastic", {**what, "cost": cost, "held_bytes": held, "losses": losses, "joins": joins})
+
+
+def costs(a: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
+    """A step's time in each case, and the bytes that a rank kept at most."""
     cases = [0, *(int(k) for k in a.every.split(","))]
     steps: dict[int, list[float]] = {k: [] for k in cases}
     held = 0
@@ -66,17 +98,21 @@ def main() -> None:
         name = f"copies every {row['every']}" if row["every"] else "without elastic="
         print(f"{name}: {1e3 * row['step_s']:.1f} ms a step ({row['ratio']:.3f})", flush=True)
     print(f"kept in host memory: {held / 1e6:.1f} MB a rank at most", flush=True)
-    losses = []
-    for n in range(a.kills):
-        row = loss(a, n % a.processes)
-        losses.append(row)
-        parts = ", ".join(f"{k.removesuffix('_s')} {1e3 * row[k]:.0f}" for k in ("detect_s", "group_s", "state_s", "step_s"))
-        print(
-            f"rank {row['rank']} lost: {1e3 * row['total_s']:.0f} ms to the next finished step ({parts}); {row['moved_bytes']:,} bytes moved",
-            flush=True,
-        )
-    what = {k: getattr(a, k) for k in ("processes", "layout", "backend", "hidden", "layers", "batch", "seq", "steps", "rounds")}
-    write(a.out, "python -m benchmarks.elastic", {**what, "cost": cost, "held_bytes": held, "losses": losses})
+    return cost, held
+
+
+def join(a: argparse.Namespace, rank: int) -> dict[str, Any]:
+    """A run that loses `rank` and gets another in its place: how long that one takes from its start until it is ready; from then until it is let in; what the others stand for meanwhile."""
+    said: list[tuple[float, str]] = []
+    ranks = ran(a, 1, rank, 1, said)
+    started = next(at for at, line in said if line.endswith("started, to join"))
+    new, others = next(r for r in ranks if "rehearsed" in r), [r for r in ranks if "rehearsed" not in r and "join" in r]
+    last, done = max(others, key=lambda r: float(r["join"]["pause_s"])), new["join"]
+    assert all(r["captured"] == 0 for r in (new, *others)), "something was captured after the join"
+    return {
+        "rank": rank, "start_s": new["rehearsed"] - started, "steps_meanwhile": done["version"] - LOSE_AT, "wait_s": done["began"] - new["rehearsed"] - done["regroup_s"] - done["move_s"],
+        "pause_s": last["join"]["pause_s"], "group_s": done["regroup_s"], "state_s": done["move_s"], "step_s": done["step_s"], "moved_bytes": done["moved_bytes"],
+    }  # fmt: skip
 
 
 def loss(a: argparse.Namespace, rank: int) -> dict[str, Any]:
@@ -93,12 +129,18 @@ def loss(a: argparse.Namespace, rank: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def ran(a: argparse.Namespace, every: int, lose: int) -> list[dict[str, Any]]:
-    """What each worker of a run says, that which died included."""
+def ran(a: argparse.Namespace, every: int, lose: int, rejoin: int = 0, told: list[tuple[float, str]] | None = None) -> list[dict[str, Any]]:
+    """What each worker of a run says, that which died included. told: gets what the supervisor says, and when."""
     with tempfile.TemporaryDirectory() as folder:
         said: list[str] = []
+
+        def tell(line: str) -> None:
+            said.append(line)
+            if told is not None:
+                told.append((time.time(), line))
+
         command = ["-m", "benchmarks.elastic", *sys.argv[1:], "--worker", str(every), str(lose), folder]
-        code = Supervisor(started(command), a.processes, a.processes - 1, said.append).run(600.0)
+        code = Supervisor(started(command), a.processes, a.processes - 1, tell, rejoin=rejoin).run(600.0)
         if code:
             sys.exit("\n".join(said))
         return [json.loads(f.read_text()) for f in sorted(Path(folder).iterdir())]
@@ -129,7 +171,8 @@ def work(a: argparse.Namespace, every: int, lose: int, folder: Path) -> None:
     loader = [torch.randint(1024, (a.batch, a.seq), generator=generator) for _ in range(a.steps)]
     found: dict[str, Any] = {"steps_s": [], "held_bytes": 0}
     begun = time.perf_counter()
-    for number, ids in enumerate(session.batches(loader) if session else loader):
+    for number, ids in enumerate(session.batches(batches(a, session, loader)) if session else loader):
+        note_join(found, session, False)
         with session.step() if session else contextlib.nullcontext(number) as step:
             loss = model(input_ids=ids, labels=ids).loss
             if (me, step) == (lose, LOSE_AT):
@@ -140,6 +183,9 @@ def work(a: argparse.Namespace, every: int, lose: int, folder: Path) -> None:
             optimizer.zero_grad()
         found["steps_s"].append(time.perf_counter() - begun)
         begun = time.perf_counter()
+        if session and step == -1:
+            found["rehearsed"] = time.time()
+        note_join(found, session, True)
         if session and session.recoveries and "recovered" not in found:
             found["recovered"] = time.time()  # the step that was left; its repetition comes now
         elif "recovered" in found and "redone" not in found:
@@ -148,9 +194,31 @@ def work(a: argparse.Namespace, every: int, lose: int, folder: Path) -> None:
         found["held_bytes"] = session.holdings.bytes()
         found["captured"] = model.programs.captured
         for r in session.recoveries:
-            found["recovery"] = {"regroup_s": r.regroup_s, "move_s": r.move_s, "moved_bytes": r.moved.bytes}
+            if not r.joined:
+                found["recovery"] = {"regroup_s": r.regroup_s, "move_s": r.move_s, "moved_bytes": r.moved.bytes}
     (folder / os.environ[words.WORKER]).write_text(json.dumps(found))  # a number that a loss does not change
     dist.destroy_process_group()
+
+
+def batches(a: argparse.Namespace, session: Any, loader: list[Any]) -> Iterator[Any]:
+    """So many steps; where a place is filled again, until that has happened and a few more."""
+    grows = words.FULL in os.environ
+    for i in itertools.count():
+        joined = next((r.version for r in session.recoveries if r.joined), None)
+        if i >= (len(loader) if not grows else LONGEST) or (joined is not None and session.version >= joined + FIRST):
+            return
+        yield loader[i % len(loader)]
+
+
+def note_join(found: dict[str, Any], session: Any, is_done: bool) -> None:
+    """Before and after a step: of the first one that somebody who joined takes part in."""
+    r = next((r for r in session.recoveries if r.joined), None) if session else None
+    if r is not None and "join" not in found and not is_done:
+        found["join"] = {
+            "version": r.version, "regroup_s": r.regroup_s, "move_s": r.move_s, "pause_s": r.regroup_s + r.move_s, "moved_bytes": r.moved.bytes, "began": time.time(),
+        }  # fmt: skip
+    elif is_done and "join" in found and "step_s" not in found["join"]:
+        found["join"]["step_s"] = time.time() - found["join"]["began"]
 
 
 if __name__ == "__main__":

@@ -409,6 +409,17 @@ def elastic(results: dict[str, Result]) -> str:
     ]
     names = ("detect_s", "group_s", "state_s", "step_s", "total_s")
     losses = [[str(x["rank"]), *(f"{1e3 * x[k]:,.0f} ms" for k in names), size(x["moved_bytes"])] for x in r["losses"]]
+    parts = ("wait_s", "pause_s", "group_s", "state_s", "step_s")
+    joins = [
+        [
+            str(x["rank"]),
+            f"{x['start_s']:.1f} s",
+            str(x["steps_meanwhile"]),
+            *(f"{1e3 * x[k]:,.0f} ms" for k in parts),
+            size(x["moved_bytes"]),
+        ]
+        for x in results["elastic_joins"]["joins"]
+    ]
     return f"""## Surviving a process
 
 A Llama of {r["layers"]} layers and width {r["hidden"]}, `{r["layout"]}` on {r["processes"]} gloo processes of this machine ({r["backend"]}), under [the supervisor](elastic.md). From a kill in the midst of
@@ -416,12 +427,18 @@ a step to the next finished one, by part; the slowest survivor's times. Nothing 
 
 {table(["rank", "seen", "new group", "state moved", "step", "all", "moved"], losses)}
 
+The same training, where another process takes the place of the one that was killed (`--rejoin 1`): from its start until it is
+ready, with imports, capture and compilation, beside the others' steps on the same two cores; until all are between two steps; for how long the others stand still
+for it, with its two parts; the first step. Other programs ran on the machine, too.
+
+{table(["rank", "ready after", "steps meanwhile", "let in", "others stand", "new group", "state moved", "first step", "moved"], joins)}
+
 A step's time where nobody is lost, medians over {r["rounds"]} rounds in which cases took turns. On gloo a copy takes the cores that compute meanwhile; a network of its own
 would not. Each rank kept {size(r["held_bytes"])} in host memory at most.
 
 {table(["case", "step", "ratio"], cost)}
 
-{origin(results, "elastic")}"""
+{origin(results, "elastic", "elastic_joins")}"""
 
 
 def overlap(results: dict[str, Result]) -> str:

@@ -1,6 +1,6 @@
 """Training that loses a process and goes on: `python -m autopar.run --nproc-per-node 4 examples/elastic.py --lose 2`.
 
-Prints one loss a step. `python examples/elastic.py --plain` prints the same, on one process that nothing happens to.
+With `--rejoin 1` before the program, and after it `--steps 40 --pause 1`, another process takes its place meanwhile. Prints one loss a step. `python examples/elastic.py --plain` prints the same, on one process that nothing happens to.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import time
 from collections.abc import Iterator
 
 import torch
@@ -35,6 +36,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--plain", action="store_true", help="without autopar, on one process")
     parser.add_argument("--lose", type=int, default=-1, help="the process that kills itself in the midst of step 3")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds that each step takes longer")
     args = parser.parse_args()
     loss_fn = nn.functional.mse_loss
     if args.plain:
@@ -64,8 +66,9 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             losses[number] = loss.item()
+            time.sleep(args.pause)
     if dist.get_rank() == 0:  # ranks are renumbered after a loss
-        for number, value in losses.items():
+        for number, value in sorted(losses.items()):
             print(f"step {number} loss {value:.5f}", flush=True)
     dist.destroy_process_group()
 

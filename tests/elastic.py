@@ -1,8 +1,8 @@
 """Runs of a small training under a supervisor, with processes that die where a test wants them to, beside plain eager PyTorch on one device.
 
-    python -m tests.elastic --seed 1 --kills 20 [--layout fsdp] [--seconds 600]
+    python -m tests.elastic --seed 1 --kills 20 [--layout fsdp] [--seconds 600] [--rejoin]
 
-is a soak: runs with losses at random places until so many were survived.
+is a soak: runs with losses at random places until so many were survived. With --rejoin lost places are filled again, and of those that join, and of the others meanwhile, some are lost, too.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.elastic import copies as copies_
+from autopar.elastic import newcomer, words
 from autopar.elastic import session as session_
 from autopar.elastic.agent import Agent, Start
 from autopar.elastic.session import Session
@@ -67,6 +68,12 @@ class Task:
     pause_s: float = 0.0  # of a step, for deaths from outside
     every: int = 1
     nodes: tuple[int, ...] = ()  # ranks of each; none: all on one
+    rejoin: int = 0  # how often a lost worker's place is filled again
+    hold: int = 1 << 30  # from this step on members wait with each until somebody is ready to join, and has joined, or was refused
+    joins: int = 1  # as many have to, for that
+    passes: int = 1  # through the data, each of as many steps
+    late_s: float = -1.0  # the run begins without the other nodes, which come so much later; below 0: at once
+    others_program: str = ""  # what is different in a worker that is to join: "width", "dropout", "optimizer", "data"
 
     def mates(self, worker: int) -> tuple[int, range]:
         """The node a worker is on, and all who are."""
@@ -88,6 +95,7 @@ class Done:
     recoveries: list[Any]
     held_bytes: int
     captured: int
+    draws: dict[int, float] = field(default_factory=dict)  # of torch's own generator, by step
 
 
 @dataclass
@@ -103,25 +111,25 @@ class Outcome:
 class Net(nn.Module):
     """Dropout, sums over the batch that a buffer remembers, sizes that do not divide."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 22, drop: float = 0.2) -> None:
         super().__init__()
-        self.a, self.norm, self.b, self.c = nn.Linear(10, 24), nn.BatchNorm1d(24), nn.Linear(24, 22), nn.Linear(22, 5)
-        self.drop = nn.Dropout(0.2)
+        self.a, self.norm, self.b, self.c = nn.Linear(10, 24), nn.BatchNorm1d(24), nn.Linear(24, width), nn.Linear(width, 5)
+        self.drop = nn.Dropout(drop)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
         h = self.drop(torch.relu(self.norm(self.a(x))))
         return {"loss": ((self.c(self.drop(torch.tanh(self.b(h)))) - y) ** 2).mean()}
 
 
-def batches(task: Task) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    g = torch.Generator().manual_seed(7)
+def batches(task: Task, seed: int = 7) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    g = torch.Generator().manual_seed(seed)
     for _ in range(task.steps):
         yield torch.randn(task.batch, 10, generator=g, dtype=torch.float64), torch.randn(task.batch, 5, generator=g, dtype=torch.float64)
 
 
-def _model() -> nn.Module:
+def _model(other: str = "") -> nn.Module:
     torch.manual_seed(0)
-    return Net().double()
+    return Net(23 if other == "width" else 22, 0.3 if other == "dropout" else 0.2).double()
 
 
 def _optimizer(task: Task, model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
@@ -203,34 +211,33 @@ def _doomed(task: Task, session: Session, told: Any) -> Callable[[str], None]:
 def _work(task: Task, told: Any) -> Done:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     elastic = autopar.Elastic(survive=task.survive, silence_s=task.silence_s, regroup_s=20.0, every=task.every)
-    mesh = {"dp": task.ranks}
+    other = task.others_program if newcomer.joins() else ""
+    mesh = {"dp": task.ranks if task.late_s < 0 else dist.get_world_size()}
     model = autopar.compile(
-        _model(), mesh, layout=task.layout, backend=task.backend, elastic=elastic, optimizer=task.optimizer.replace("sgd", "sgd-momentum")
+        _model(other),
+        mesh,
+        layout=task.layout,
+        backend=task.backend,
+        elastic=elastic,
+        optimizer=task.optimizer.replace("sgd", "sgd-momentum"),
     )
-    optimizer, scheduler = _optimizer(task, model)
+    optimizer, scheduler = _optimizer(task if other != "optimizer" else replace(task, optimizer="sgd"), model)
     session = autopar.elastic.Session(model, optimizer, scheduler)
     at = _doomed(task, session, told)
     optimizer.register_step_pre_hook(lambda *_: at("committed"))
     optimizer.register_step_post_hook(lambda *_: at("stepped"))
     losses: dict[int, float] = {}
+    draws: dict[int, float] = {}
     assert session.member is not None
-    for x, y in session.batches(batches(task)):
-        at("between")
-        with session.step() as number:
-            loss = model(x, y)["loss"]
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            at("reduced")
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            losses[number] = loss.item()
-            time.sleep(task.pause_s)
-            if session.recoveries and session.recoveries[-1].version == number:
-                told(("redone", time.time()))
-        if any(d.phase == "copied" for d in task.deaths):
-            time.sleep(0.1)
-            at("copied")
+    every = list(batches(task, 8 if other == "data" else 7))
+    size = task.steps // task.passes
+    for k in range(task.passes):
+        for x, y in session.batches(iter(every[k * size : (k + 1) * size])):
+            _hold(task, session)
+            _one(task, session, model, optimizer, scheduler, losses, draws, at, told, x, y)
+            if any(d.phase == "copied" for d in task.deaths):
+                time.sleep(0.1)
+                at("copied")
     whole = {n: p.full_tensor() if isinstance(p, DTensor) else p.clone() for n, p in (*model.named_parameters(), *model.named_buffers())}
     return Done(
         losses,
@@ -239,7 +246,42 @@ def _work(task: Task, told: Any) -> Done:
         session.recoveries,
         session.holdings.bytes(),
         model.programs.captured,
+        draws,
     )
+
+
+def _hold(task: Task, session: Session) -> None:
+    """Before a step: members wait until those are ready that are to join, so that a short training sees them."""
+    end = time.monotonic() + 60.0
+    while session.newcomer is None and session.version >= task.hold and sum(r.joined for r in session.recoveries) < task.joins:
+        member = session.member
+        assert member is not None and time.monotonic() < end, "nobody came"
+        is_refused = member.store.check([words.unfit(task.ranks)])
+        if is_refused or (session.recoveries and session.recoveries[-1].joined) or member.asked_in(len(session.passes) - 1):
+            return
+        time.sleep(0.01)
+        if member.is_superseded:
+            return
+
+
+def _one(
+    task: Task, session: Session, model: Any, optimizer: Any, scheduler: Any, losses: dict[int, float], draws: dict[int, float],
+    at: Callable[[str], None], told: Any, x: torch.Tensor, y: torch.Tensor,
+) -> None:  # fmt: skip
+    at("between")
+    with session.step() as number:
+        draws[number] = torch.rand(()).item()
+        loss = model(x, y)["loss"]
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        at("reduced")
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses[number] = loss.item()
+        time.sleep(task.pause_s)
+        if session.recoveries and session.recoveries[-1].version == number:
+            told(("redone", time.time()))
 
 
 def _child(environment: Mapping[str, str], task: Task, folder: Path, worker: int) -> None:
@@ -289,6 +331,12 @@ def _starting(context: Any, task: Task, folder: Path) -> Start:
 
 def _agent(task: Task, folder: Path, node: int, port: int) -> None:
     """Another node: a process of its own, and its workers its children."""
+    if task.late_s > 0:
+        time.sleep(task.late_s)
+    if task.rejoin and any(d.how == "with its node" for d in task.deaths) and (child := os.fork()):
+        # The node that comes back: a second agent, started by what is no part of it.
+        os.waitpid(child, 0)
+        task = replace(task, deaths=())
     (folder / f"agent.{node}").write_text(str(os.getpid()))
     start = _starting(mp.get_context("fork"), task, folder)
     raise SystemExit(Agent(start, task.nodes[node], node, "127.0.0.1", port, print).run())
@@ -301,8 +349,9 @@ def run(task: Task, limit_s: float = 120.0) -> Outcome:
     with tempfile.TemporaryDirectory() as name:
         folder, sizes = Path(name), task.nodes or (task.ranks,)
         supervisor = Supervisor(
-            _starting(context, task, folder), sizes[0], task.least, said.append, nodes=len(sizes), arrive_s=60.0, node_silence_s=1.0
-        )
+            _starting(context, task, folder), sizes[0], task.least, said.append, nodes=len(sizes),
+            arrive_s=60.0 if task.late_s < 0 else 0.0, node_silence_s=1.0, rejoin=task.rejoin,
+        )  # fmt: skip
         agents = [context.Process(target=_agent, args=(task, folder, k, supervisor.port)) for k in range(1, len(sizes))]
         for a in agents:
             a.start()
@@ -310,7 +359,7 @@ def run(task: Task, limit_s: float = 120.0) -> Outcome:
         for a in agents:
             a.join(10)
             assert a.exitcode in (out.code, -signal.SIGKILL), a.exitcode
-        for w in range(task.ranks):
+        for w in range(len(supervisor.place_of)):
             if (folder / f"said.{w}").exists():  # a pickle, since survivors have no queue that a killed process might have locked
                 value = pickle.loads((folder / f"said.{w}").read_bytes())
                 (out.errors if isinstance(value, str) else out.done)[w] = value
@@ -325,11 +374,18 @@ def compare(task: Task, out: Outcome, dead: set[int] | None = None) -> None:
     """Raises AssertionError where survivors' curve or state is not that of the one process. dead: who is to be lost; default: all that the task says."""
     dead = {d.worker for d in task.deaths} if dead is None else dead
     assert out.code == 0 and not out.errors, (out.said, *out.errors.values())
-    assert {w for w, _ in out.lost} == dead and set(out.done) == set(range(task.ranks)) - dead, (out.lost, sorted(out.done), out.said)
+    assert {w for w, _ in out.lost} == dead and set(range(task.ranks)) - dead <= set(out.done), (out.lost, sorted(out.done), out.said)
+    assert task.rejoin or set(out.done) == set(range(task.ranks)) - dead, sorted(out.done)
+    drawn = [{(n, x) for n, x in d.draws.items() if n >= 0} for d in out.done.values()]
+    assert len(set.union(*drawn)) == task.steps, "torch's own random numbers differ"
     want = reference(task)
     for worker, done in out.done.items():
-        assert sorted(done.losses) == list(range(task.steps)), (worker, sorted(done.losses))
-        worst = max(abs(done.losses[i] - want.losses[i]) / abs(want.losses[i]) for i in range(task.steps))
+        first = (
+            done.recoveries[0].version if -1 in done.losses else 0
+        )  # which one that joined has of its first batch, that it went through alone
+        numbers = sorted(n for n in done.losses if n >= 0)
+        assert numbers == list(range(first, task.steps)), (worker, numbers)
+        worst = max(abs(done.losses[i] - want.losses[i]) / abs(want.losses[i]) for i in numbers)
         assert worst < 1e-11, f"worker {worker}: losses differ by {worst:.1e}"
         for n, t in want.parameters.items():
             torch.testing.assert_close(done.parameters[n], t, rtol=1e-9, atol=1e-10, msg=f"worker {worker}, {n}: {{}}".format)
@@ -351,10 +407,34 @@ def random_task(draw: random.Random, layout: str) -> Task:
     return replace(task, deaths=tuple(deaths))
 
 
-def soak(seed: int, kills: int, layouts: Sequence[str], seconds: float) -> int:
+def random_join(draw: random.Random, layout: str) -> Task:
+    """A loss whose place is filled again. The one that joins, or another while it does, may be lost."""
+    phases = [p for p in PHASES if p not in ("copy", "copied")]  # which take place only where somebody is to die there
+    first = Death(draw.randrange(4), draw.randrange(1, 5), draw.choice(phases))
+    hold = first.step + draw.randrange(1, 4)
+    task = Task(
+        layout,
+        steps=12,
+        survive=2,
+        rejoin=3,
+        hold=hold,
+        optimizer=draw.choice(["adamw", "sgd"]),
+        batch=draw.choice([12, 8]),
+        every=draw.choice([1, 1, 2]),
+    )
+    new = task.ranks
+    others = [
+        None, Death(new, 0, draw.choice(["forward", "backward", "reduced"]), 1), Death(new, 0, "regrouped", 2), Death(new, hold + 1, draw.choice(["moved", *phases]), 2),
+        Death((first.worker + draw.randrange(1, 4)) % task.ranks, hold + 1, draw.choice([*TWICE, *phases]), 2),
+    ]  # fmt: skip
+    other = draw.choice(others)
+    return replace(task, deaths=(first,) if other is None else (first, other))
+
+
+def soak(seed: int, kills: int, layouts: Sequence[str], seconds: float, rejoin: bool = False) -> int:
     draw, survived, runs, begun = random.Random(seed), 0, 0, time.monotonic()
     while survived < kills and time.monotonic() - begun < seconds:
-        task = random_task(draw, layouts[runs % len(layouts)])
+        task = (random_join if rejoin else random_task)(draw, layouts[runs % len(layouts)])
         runs += 1
         try:
             # Of two at once the second may be told of the first before it gets to where it is to die.
@@ -363,8 +443,11 @@ def soak(seed: int, kills: int, layouts: Sequence[str], seconds: float) -> int:
         except AssertionError as e:
             print(f"run {runs}: {task}\n{e}", flush=True)
             return 1
-        survived += len(out.lost)
-        print(f"run {runs}: {task.layout} {', '.join(f'{d.worker} {d.phase} at {d.step}' for d in task.deaths)}: survived", flush=True)
+        survived += len(out.lost) + sum("has not joined" in x for x in out.said)
+        joins = f", {sum('joined' in x and 'generation' in x for x in out.said)} joins" if rejoin else ""
+        print(
+            f"run {runs}: {task.layout} {', '.join(f'{d.worker} {d.phase} at {d.step}' for d in task.deaths)}: survived{joins}", flush=True
+        )
     print(f"{survived} losses survived in {runs} runs, {time.monotonic() - begun:.0f} s; every curve is that of one process")
     return 0 if survived >= kills else 2
 
@@ -375,8 +458,9 @@ def main() -> int:
     p.add_argument("--kills", type=int, default=20, help="until so many losses were survived")
     p.add_argument("--layout", action="append", help="fsdp, ddp; default: both in turn")
     p.add_argument("--seconds", type=float, default=1200, help="at most")
+    p.add_argument("--rejoin", action="store_true", help="lost places are filled again")
     asked = p.parse_args()
-    return soak(asked.seed, asked.kills, asked.layout or ["fsdp", "fsdp", "ddp"], asked.seconds)
+    return soak(asked.seed, asked.kills, asked.layout or ["fsdp", "fsdp", "ddp"], asked.seconds, asked.rejoin)
 
 
 if __name__ == "__main__":

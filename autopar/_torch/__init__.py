@@ -71,7 +71,7 @@ from autopar._torch.patched import other_code, replaced_composites
 from autopar._torch.pickles import restricted_reader
 from autopar._torch.record import recorded
 from autopar._torch.regions import TorchDispatchMode, leave_region, region_of
-from autopar._torch.regroup import join_group, leave_groups, placeholder_group
+from autopar._torch.regroup import imagined_world, join_group, leave_groups, placeholder_group
 from autopar._torch.sockets import note_between, own_endpoints, shut_sockets, watch_sockets
 from autopar._torch.subclass import plainly, without_memory
 from autopar._torch.symbols import SymbolicValues, Symbols, concrete, expressions, fill_sizes, number, symbolic
@@ -118,6 +118,7 @@ __all__ = [
     "global_module_hooks",
     "has_host",
     "hooks_of",
+    "imagined_world",
     "import_compiler",
     "inductor_cache_counts",
     "invoke_subgraph",

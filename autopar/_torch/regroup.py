@@ -34,6 +34,14 @@ def join_group(backend: str, store: Any, prefix: str, rank: int, size: int, join
     _set_pg_timeout(timedelta(seconds=timeout_s))
 
 
+def imagined_world(rank: int, size: int) -> None:
+    """A default group of `size` ranks of which this process is one and the others do not exist: collectives return at once, with what this one has in place of what others would."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+
+
 def placeholder_group(name: str, size: int) -> Any:
     """A group of `size` ranks under `name` that carries nothing: a compiler asks it for its size, and for that it has to be held. Another takes the name later."""
     import torch.distributed as dist

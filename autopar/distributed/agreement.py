@@ -39,7 +39,7 @@ def agreed(groups: Groups, work: Callable[[], tuple[T, Facts]]) -> T:
         result, facts = work()
     except Exception as e:
         own, facts = e, {}
-    if len(groups.ranks) > 1:
+    if groups.talks:
         digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in facts.items()}
         everyone = _gather(groups, _packed(own) if own is not None else digests)
         if own is None:
@@ -52,7 +52,7 @@ def agreed(groups: Groups, work: Callable[[], tuple[T, Facts]]) -> T:
 
 def from_first(groups: Groups, work: Callable[[], str]) -> str:
     """What `work` returns on the mesh's first rank, on all ranks; what it raises there, Ctrl-C included, is raised on all. Collective."""
-    if len(groups.ranks) == 1:
+    if not groups.talks:
         return work()
     first = groups.ranks[0]
     if groups.rank == 0:
@@ -72,18 +72,18 @@ def from_first(groups: Groups, work: Callable[[], str]) -> str:
 
 def highest(groups: Groups, mine: int) -> int:
     """The highest of what the ranks pass. Collective."""
-    return mine if len(groups.ranks) == 1 else max(_gather(groups, mine))
+    return mine if not groups.talks else max(_gather(groups, mine))
 
 
 def all_gathered(groups: Groups, mine: T) -> list[T]:
     """What each rank passes, in order. Collective."""
-    return [mine] if len(groups.ranks) == 1 else _gather(groups, mine)
+    return [mine] if not groups.talks else _gather(groups, mine)
 
 
 def all_same(groups: Groups, numbers: Sequence[int]) -> list[bool]:
     """Of each of the numbers (below 2^63), whether all ranks pass the same. One all-reduce of a few bytes: on the host where the process group has a backend for it,
     as torch's default has, else the device is waited for. Collective."""
-    if len(groups.ranks) == 1:
+    if not groups.talks:
         return [True] * len(numbers)
     everyone = groups.everyone
     device = "cpu" if _torch.has_host(everyone) else groups.device_mesh.device_type
@@ -160,13 +160,14 @@ def _refuse_differences(groups: Groups, everyone: list[dict[str, str]], facts: F
             )
 
 
-def difference(texts: Mapping[int, str]) -> str:
-    """The first line in which two ranks' texts differ."""
+def difference(texts: Mapping[int, str] | Mapping[str, str]) -> str:
+    """The first line in which the texts of two ranks, or of two that are named, differ."""
     (a, mine), (b, theirs) = texts.items()
     left, right = mine.splitlines(), theirs.splitlines()
     n = next((i for i, (x, y) in enumerate(zip(left, right, strict=False)) if x != y), min(len(left), len(right)))
     said = {r: _shown(lines[n]) if n < len(lines) else "nothing more" for r, lines in ((a, left), (b, right))}
-    return f"rank {a} has {said[a]}, rank {b} has {said[b]}"
+    one, other = (f"rank {x}" if isinstance(x, int) else x for x in (a, b))
+    return f"{one} has {said[a]}, {other} has {said[b]}"
 
 
 def _shown(line: str) -> str:

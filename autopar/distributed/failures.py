@@ -58,7 +58,7 @@ def when_lost(do: Callable[[], None]) -> None:
 @contextlib.contextmanager
 def shared(groups: Groups, step: int, phase: str, finer: Callable[[Collective], str] | None = None) -> Iterator[None]:
     """Around what one step runs. step: of `begin`; finer: a better name of the phase, for the collective that failed."""
-    if len(groups.ranks) == 1:
+    if not groups.talks:
         yield
         return
     groups.bind()

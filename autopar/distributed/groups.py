@@ -22,6 +22,12 @@ from autopar.graph.mesh import Mesh
 from autopar.passes.sharding.groups import group_name
 
 _all: weakref.WeakSet[Groups] = weakref.WeakSet()
+_alone = [False]
+
+
+def be_alone(alone: bool) -> None:
+    """Whether groups that are made from here on are of ranks that are not there: this process compiles for them, and asks them nothing."""
+    _alone[0] = alone
 
 
 @atexit.register
@@ -71,8 +77,10 @@ class Groups:
         self.made: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self.known: dict[str, dist.ProcessGroup] = {}  # what graphs' collectives mean by a name
         self.world = dist.group.WORLD if dist.is_initialized() else None
+        self.alone = _alone[0]
+        self.talks = len(self.ranks) > 1 and not self.alone  # whether there is anybody to agree with
         self.steps = 0
-        self._id = ""
+        self._id = f"{self.prefix}.alone" if _alone[0] else ""
         _all.add(self)
 
     @property

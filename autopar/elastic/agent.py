@@ -7,6 +7,7 @@ lost with its agent: its workers, should any live on, are not waited for, and en
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -45,6 +46,7 @@ class Agent:
     tell: Callable[[str], None]
     arrive_s: float = 300.0
     processes: dict[int, Process] = field(default_factory=dict)
+    name: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
 
     def run(self) -> int:
         """Returns when the run is over, with its exit status; 1 where the supervisor does not answer, once the workers here have ended."""
@@ -52,7 +54,7 @@ class Agent:
             # Whichever node is started first waits for the others.
             store: Any = dist.TCPStore(self.host, self.port, None, False, timedelta(seconds=self.arrive_s))
             store.set_timeout(timedelta(seconds=words.ANSWER_S))
-            words.write(store, words.came(self.node), self.size)
+            words.write(store, words.came(self.node), [self.size, self.name])
             return self._serve(store)
         except RuntimeError:  # the store's; a worker that cannot be started raises OSError
             self.tell(f"node {self.node}: the supervisor at {self.host}:{self.port} does not answer")
@@ -68,9 +70,14 @@ class Agent:
         beats, said = 0, set[int]()
         while True:
             beats += 1
-            words.write(store, words.agent(self.node), beats)
-            if not self.processes and (asked := words.read(store, words.begin(self.node))) is not None:
-                self.processes = {int(w): self.start(int(w), environment) for w, environment in asked.items()}
+            words.write(store, words.agent(self.name), beats)
+            why = words.read(store, words.not_let_in(self.name))
+            if why is not None:
+                self.tell(f"node {self.node} is not let in: {why}")
+                return 1
+            asked = words.read(store, words.begin(self.name)) or {}
+            for w in [w for w in asked if int(w) not in self.processes]:
+                self.processes[int(w)] = self.start(int(w), asked[w])
             for w, p in self.processes.items():
                 code = p.poll()
                 if code is not None and w not in said:
@@ -81,22 +88,37 @@ class Agent:
                     self.processes[w].kill()
             over = words.read(store, words.OVER)
             if over is not None:
-                words.write(store, words.left(self.node), 1)
+                words.write(store, words.left(self.name), 1)
                 return int(over)
             time.sleep(POLL_S)
 
 
-class Node:
-    """An agent as the supervisor knows it. silence_s: after so long without a sign of life the node is lost."""
+def how_ended(code: int) -> str:
+    if code == WITH_ITS_NODE:
+        return "with its node, which gave no sign of life"
+    return f"by signal {-code}" if code < 0 else f"with exit code {code}"
 
-    def __init__(self, store: Any, number: int, silence_s: float) -> None:
-        self.store, self.number, self.silence_s = store, number, silence_s
+
+class Node:
+    """An agent as the supervisor knows it. name: its own; size: workers it has place for; silence_s: after so long without a sign of life the node is lost.
+
+    begun: the environments of workers that it was told to start."""
+
+    def __init__(self, store: Any, number: int, silence_s: float, size: int, name: str) -> None:
+        self.store, self.number, self.silence_s, self.size, self.name = store, number, silence_s, size, name
+        self.begun: dict[int, dict[str, str]] = {}
         self.beat: Any = None
         self.heard = time.monotonic()
         self.is_lost = False
 
+    def begin(self, environments: Mapping[int, dict[str, str]]) -> dict[int, Process]:
+        """Starts workers."""
+        self.begun |= environments
+        words.write(self.store, words.begin(self.name), self.begun)
+        return {w: Remote(self, w) for w in environments}
+
     def look(self) -> None:
-        beat = words.read(self.store, words.agent(self.number))
+        beat = words.read(self.store, words.agent(self.name))
         if beat != self.beat:
             self.beat, self.heard = beat, time.monotonic()
         elif self.silent_s() > self.silence_s:

@@ -1,17 +1,20 @@
-"""Steps for fewer ranks, made before any is lost, so that a loss compiles nothing.
+"""Steps for other numbers of ranks: for fewer, made before any is lost, so that a loss compiles nothing, and for more, where processes may join.
 
 Survivors are renumbered from 0, and graphs are the same text on every rank: one step for n - 1 ranks serves, whoever is lost. It is made of what was captured for n, by
 the same hand layout, for groups that do not exist yet; placeholders of their size have their names, since a compiler asks for a group's size. After a loss the names
-get real groups. A call whose program is for several sizes, or a micro-batch, is not made ahead: it is captured and compiled when it comes, and counted.
+get real groups. Steps of a size that is left are kept for when it comes again. A call whose program is for several sizes, or a micro-batch, is not made ahead: it is captured and compiled when it comes, and counted.
 """
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch.distributed as dist
+
 from autopar import _torch
-from autopar.cost import Cost
+from autopar.distributed.agreement import all_gathered
 from autopar.distributed.groups import Groups, prefix_of
 from autopar.errors import AutoparError
 from autopar.graph.mesh import Mesh
@@ -36,8 +39,8 @@ class Placeholder(Groups):
         self.here = self.ranks = list(range(size))
         self.prefix = prefix_of(self.ranks, self.axes, like.device_mesh.device_type)
         self.asked: list[tuple[str, ...]] = []
-        self.held: list[Any] = []
-        self.tells = like.rank == 0
+        self.held: dict[tuple[str, ...], Any] = {}
+        self.tells, self.talks, self.alone = dist.get_rank() == 0, False, True
 
     @property
     def rank(self) -> int:
@@ -47,7 +50,7 @@ class Placeholder(Groups):
         name = group_name(self.prefix, axes)
         if axes not in self.asked:
             self.asked.append(axes)
-            self.held.append(_torch.placeholder_group(name, self.mesh.sizes_product(axes)))
+        self.held[axes] = _torch.placeholder_group(name, self.mesh.sizes_product(axes))  # a name goes when groups are left
         return name
 
 
@@ -60,22 +63,22 @@ class Ready:
 
 
 class Ahead:
-    """Of one module. smallest: number of ranks to be ready for."""
+    """Of one module. smallest: number of ranks to be ready for; largest: the same, where processes may join."""
 
-    def __init__(self, model: ParallelModule, smallest: int) -> None:
-        self.model, self.smallest = model, smallest
+    def __init__(self, model: ParallelModule, smallest: int, largest: int = 0) -> None:
+        self.model, self.smallest, self.largest = model, smallest, max(largest, model._builder.mesh.size)
         self.ready: dict[int, Ready] = {}
         self.seen: list[Program] = []  # programs that were made ahead already, or cannot be
         self.made, self.left_out = 0, 0
-        check_sizes(model._builder, smallest)
+        check_sizes(model._builder, smallest, self.largest)
 
     def make(self) -> None:
-        """Of the programs that the module has by now and that are new, the steps for all smaller numbers of ranks. All ranks call it alike."""
+        """Of the programs that the module has by now and that are new, the steps for all other numbers of ranks. All ranks call it alike."""
         programs = [(kind, p) for kind, held in self.model._programs.kinds.items() for p in held if not any(p is q for q in self.seen)]
         if not programs:
             return
         builder = self.model._builder
-        sizes = range(builder.mesh.size - 1, self.smallest - 1, -1)
+        sizes = [n for n in range(self.largest, self.smallest - 1, -1) if n != builder.mesh.size]
         with told(f"steps for {', '.join(map(str, sizes))} processes made ahead", builder.groups.rank == 0 and len(sizes) > 0):
             for kind, program in programs:
                 self.seen.append(program)
@@ -86,6 +89,33 @@ class Ahead:
                     ready = self.ready.setdefault(n, Ready(Placeholder(builder.groups, n)))
                     ready.kinds.append((kind, replace(program, step=_step(builder, program.step, ready.groups), sized={})))
                     self.made += 1
+
+    def keep(self) -> None:
+        """Before the mesh is left: the steps that there are for its size, apart from its groups, which end."""
+        model, groups = self.model, self.model._builder.groups
+        ready = self.ready.setdefault(groups.mesh.size, Ready(Placeholder(groups, groups.mesh.size)))
+        ready.groups.asked = sorted({*ready.groups.asked, *(axes for axes in groups.made if axes[:1] != ("between",))})
+        for kind, programs in model._programs.kinds.items():
+            for program in programs:
+                step = program.step
+                if program.is_general or step.captured.samples is not None:
+                    continue
+                step.groups, step.settings = ready.groups, replace(step.settings, once=None)
+                if not any(program is p for _, p in ready.kinds):
+                    ready.kinds.append((kind, program))
+
+    def common(self) -> None:
+        """Of the programs that there are, those stay that all ranks have, with the same text: one that joined has fewer, or others. Collective."""
+        kinds, groups = self.model._programs.kinds, self.model._builder.groups
+        texts = {id(p): _text(kind, p) for kind, programs in kinds.items() for p in programs}
+        shared = set.intersection(*map(set, all_gathered(groups, sorted(texts.values()))))
+        for kind, programs in list(kinds.items()):
+            programs[:] = sorted((p for p in programs if texts[id(p)] in shared), key=lambda p: texts[id(p)])
+            for p in programs:
+                p.step.first_run()  # checked on some of them, perhaps, and so on none any more
+            if not programs:
+                del kinds[kind]
+        self.model._programs.sizes = {}  # which sizes vary, one that joined has not seen
 
     def take(self) -> bool:
         """On the mesh that the module lies on now: the steps that were made for its size, bound to its groups. False where there are none. Collective."""
@@ -107,14 +137,23 @@ class Ahead:
         return bool(ready.kinds)
 
 
+def _text(kind: Any, program: Program) -> str:
+    """The same on two ranks where it is the same program, compiled alike."""
+    step = program.step
+    halves = [step.base.forward, *(parts.backward for _, (parts, _) in sorted(step.backwards.items()))]
+    said = "\n".join([repr(kind), repr(program.shapes), repr(sorted(step.backwards)), *(gm.code for gm in halves if gm is not None)])
+    return hashlib.sha256(said.encode()).hexdigest()
+
+
 def _step(builder: Builder, old: Step, groups: Placeholder) -> Step:
     """`old` for the mesh of `groups`."""
     layout = Layout.of(_layout_of(builder), groups.mesh)
     trainable = frozenset(n for n, c in old.plan.params.items() if c.trainable)
     plan = propagate(old.graph, layout, groups.axes, trainable)
-    links = None if old.settings.links is None or groups.mesh.size == 1 else Cost(old.settings.links.cluster, groups.mesh)
+    links = None if groups.mesh.size == 1 else builder.links_of(groups.mesh)
     settings: Settings = replace(old.settings, links=links)
     step = Step(old.captured, old.graph, plan, groups, settings, "")
+    step.program = old.program
     for variant in old.backwards:
         step.backward_of(*variant)
     return step
@@ -126,8 +165,8 @@ def _layout_of(builder: Builder) -> str | Layout:
     return layout
 
 
-def check_sizes(builder: Builder, smallest: int) -> None:
-    """Raises AutoparError where the layout has no form on some number of ranks down to `smallest`: now, not at a failure."""
+def check_sizes(builder: Builder, smallest: int, largest: int = 0) -> None:
+    """Raises AutoparError where the layout has no form on some number of ranks down to `smallest`, or up to `largest`: now, not when it comes."""
     n = builder.mesh.size
     if smallest < 1:
         raise AutoparError(
@@ -136,10 +175,10 @@ def check_sizes(builder: Builder, smallest: int) -> None:
             fix=f"survive={n - 1} at most, or more processes",
         )
     (name,) = builder.groups.axes
-    for fewer in range(n - 1, smallest - 1, -1):
+    for other in range(max(n, largest), smallest - 1, -1):
         try:
-            Layout.of(_layout_of(builder), Mesh.of({name: fewer}))
+            Layout.of(_layout_of(builder), Mesh.of({name: other}))
         except AutoparError as e:
             raise AutoparError(
-                f"there is no plan for {fewer} processes: {e.what}", where=e.where or "autopar.compile, elastic=", fix=e.fix
+                f"there is no plan for {other} processes: {e.what}", where=e.where or "autopar.compile, elastic=", fix=e.fix
             ) from e

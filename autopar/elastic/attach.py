@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from dataclasses import dataclass
@@ -9,8 +10,10 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from autopar import _torch
+from autopar.elastic import program, words
 from autopar.elastic.ahead import Ahead
 from autopar.elastic.member import Member
+from autopar.elastic.newcomer import Newcomer, joins
 from autopar.elastic.options import Elastic
 from autopar.errors import AutoparError
 from autopar.planner.layout import Layout
@@ -21,11 +24,12 @@ WHERE = "autopar.compile, elastic="
 
 @dataclass
 class Attached:
-    """member: None where there is one process alone, which nothing is left of when it is lost."""
+    """member: None where there is one process alone, which nothing is left of when it is lost. newcomer: where this process is to join."""
 
     options: Elastic
     member: Member | None
     ahead: Ahead
+    newcomer: Newcomer | None = None
 
 
 _attached: weakref.WeakKeyDictionary[ParallelModule, Attached] = weakref.WeakKeyDictionary()
@@ -76,16 +80,23 @@ def attach(model: ParallelModule, options: Elastic) -> None:
             where=WHERE,
             fix="compile one module that holds both models, or leave elastic= out",
         )
-    ahead = Ahead(model, 1 if n == 1 else n - options.survive)
-    member = None
-    if n > 1:
+    full = int(os.environ.get(words.FULL, n))
+    ahead = Ahead(model, max(1, n - options.survive) if full > n else 1 if n == 1 else n - options.survive, full)
+    member, newcomer = None, None
+    if full > 1:
         member = _members[0] if _members else Member(options)
         _members[:] = [member]
+    if member is not None and joins():
+        newcomer = Newcomer(member)
+        newcomer.compare("model", program.of_model(model, options))
+    elif n > 1:
         ends: list[list[tuple[str, int]]] = [[] for _ in ranks]
         dist.all_gather_object(ends, _torch.own_endpoints())
         rank = dist.get_rank()
         _torch.note_between(end for r, theirs in enumerate(ends) if r != rank for end in theirs)
-    _attached[model] = Attached(options, member, ahead)
+    if member is not None and member.grows and newcomer is None and dist.get_rank() == 0:
+        words.write(member.store, words.program("model"), program.of_model(model, options))
+    _attached[model] = Attached(options, member, ahead, newcomer)
 
 
 def attached_to(model: object) -> Attached:

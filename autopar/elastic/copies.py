@@ -103,10 +103,12 @@ class Copies:
                 packed.crc = int(told[1])
                 self.holdings.wards[shard] = packed
 
-    def meet(self) -> None:
-        """Returns once all ranks are here."""
+    def meet(self, asks: bool = False) -> bool:
+        """Returns once all ranks are here: whether any of them asks, the same on all."""
+        told = torch.full((1,), float(asks))
         if self.ranks > 1:
-            dist.all_reduce(torch.zeros(1), group=self.group)
+            dist.all_reduce(told, group=self.group)
+        return bool(told.item())
 
 
 def _empty(specs: tuple[Spec, ...], rank: int, ranks: int, into: torch.Tensor | None) -> Packed:

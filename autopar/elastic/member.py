@@ -35,7 +35,8 @@ class SupersededError(RuntimeError):
 
 
 class Member:
-    """This process among the members of a run. generation: that it is in; members: of that, by rank."""
+    """This process among the members of a run, or one that is to join. generation: that it is in, or the last one that it heard of without being in it; members: of that, by
+    rank. version: steps done, which it says with its signs of life; grows: whether processes may join."""
 
     def __init__(self, options: Elastic) -> None:
         where = os.environ.get(words.STORE)
@@ -48,7 +49,9 @@ class Member:
         self.options, self.worker = options, int(os.environ[words.WORKER])
         host, _, port = where.rpartition(":")
         self.store, self.listens = (self._connect(host, int(port)) for _ in range(2))
-        self.generation, self.members = 0, list(words.read(self.store, words.generation(0)))
+        self.grows, self.version, self.wish = words.FULL in os.environ, 0, (-1, list[int]())
+        self.generation = 0 if words.JOINS not in os.environ else int(words.read(self.store, words.LATEST))
+        self.members = list(words.read(self.store, words.generation(self.generation)))
         self.nodes: list[int] = words.read(self.store, words.NODES)  # by worker
         self.lock = threading.Lock()  # around what must not happen between looking at the generation and acting on it
         words.write(self.store, words.SETTINGS, [options.silence_s, options.regroup_s])
@@ -74,7 +77,9 @@ class Member:
         while not self.ended.wait(pause):
             try:
                 beats += 1
-                words.write(self.listens, words.beat(self.worker), beats)
+                words.write(self.listens, words.beat(self.worker), [beats, self.version])
+                if self.grows:
+                    self.wish = words.read(self.listens, words.READY) or self.wish
                 latest = words.read(self.listens, words.LATEST)
                 stopped = self.listens.check([words.STOPPED])
             except (RuntimeError, OSError):  # the supervisor is gone: training goes on, and ends with the next loss
@@ -111,16 +116,37 @@ class Member:
             time.sleep(PAUSE_S)
         return False
 
-    def next(self) -> None:
+    def asked_in(self, number: int) -> bool:
+        """Whether somebody is ready to be let in, in this pass through the data."""
+        generation, passes = self.wish
+        return generation == self.generation and number in passes
+
+    def stand(self, number: int) -> None:
+        """Says that this member waits between two steps."""
+        words.write(self.store, words.between(self.generation, self.worker), number)
+
+    def is_let_in(self) -> bool:
+        """Of one that is to join: whether there is a generation that has it. Raises StoppedError."""
+        self.refuse_stopped()
+        latest = words.read(self.store, words.LATEST)
+        members = list(words.read(self.store, words.generation(latest)))
+        if self.worker not in members:
+            self.generation, self.members = latest, members
+        return self.worker in members
+
+    def refuse_stopped(self) -> None:
+        if self.store.check([words.STOPPED]):
+            raise StoppedError(words.read(self.store, words.STOPPED))
+
+    def next(self, patience_s: float = 0.0) -> None:
         """Goes over to the newest generation, once there is one after this one, and all its members are here; newer ones that begin meanwhile are taken instead.
 
-        Raises StoppedError where the run ends, or goes on without this process."""
-        end = time.monotonic() + self.options.silence_s + self.options.regroup_s + words.ANSWER_S
+        patience_s: how long others may need until they wait for it, too, where nobody was lost. Raises StoppedError where the run ends, or goes on without this process."""
+        end = time.monotonic() + patience_s + self.options.silence_s + self.options.regroup_s + words.ANSWER_S
         latest = self.generation
         while time.monotonic() < end:
             try:
-                if self.store.check([words.STOPPED]):
-                    raise StoppedError(words.read(self.store, words.STOPPED))
+                self.refuse_stopped()
                 newest = words.read(self.store, words.LATEST)
                 if newest > self.generation and newest != latest:
                     latest, members = newest, list(words.read(self.store, words.generation(newest)))
@@ -134,6 +160,7 @@ class Member:
                     with self.lock:
                         _torch.leave_groups()
                         self.generation, self.members = latest, members
+                    self.nodes = words.read(self.store, words.NODES)
                     return
             except (RuntimeError, OSError) as e:
                 raise StoppedError(
@@ -148,15 +175,27 @@ class Member:
             fix="see the supervisor's output; start again, from the last checkpoint",
         )
 
-    def finish(self) -> bool:
-        """Says that this worker is done, and waits for the others; False where a new generation begins instead. Bounded by `regroup_s`."""
-        self.store.set(words.finished(self.worker), "1")
+    def finish(self, passes: int) -> bool:
+        """Says that this worker has done so many passes through the data, and waits for the others; False where a new generation begins instead. Bounded by `regroup_s`."""
+        words.write(self.store, words.finished(self.worker), [passes, False])
         end = time.monotonic() + self.options.regroup_s
         while time.monotonic() < end:
-            if self.store.check([words.finished(w) for w in self.members]):
+            if all(self._passes(w)[0] >= passes for w in self.members):
                 return True
             if self.is_superseded:
-                self.store.delete_key(words.finished(self.worker))
+                self.goes_on(passes - 1)
                 return False
             time.sleep(PAUSE_S)
         return True
+
+    def goes_on(self, passes: int) -> None:
+        """Says that this worker is not done, after so many passes: it is missed when it is gone."""
+        words.write(self.store, words.finished(self.worker), [passes, True])
+
+    def has_passed(self, passes: int) -> bool:
+        """Whether any member is past so many passes through the data: then all have said that they had finished it."""
+        return any(self._passes(w)[0] >= passes and self._passes(w)[1] for w in self.members)
+
+    def _passes(self, worker: int) -> tuple[int, bool]:
+        said = words.read(self.store, words.finished(worker))
+        return (0, True) if said is None else (said[0], said[1])

@@ -68,5 +68,6 @@ def sources(chosen: tuple[int, int, int], held: Sequence[Iterable[Shard]], mine:
         shard = Shard(version, generation, ranks, r)
         holders = [i for i, theirs in enumerate(held) if shard in theirs]
         best = next((i for i in holders if mine[i] == shard), holders[0])
-        out.append([d if d in holders else best for d in range(len(held))])
+        owners = [i for i in holders if mine[i] == shard] or [best]  # of what all have there are many, and each gives to another
+        out.append([d if d in holders else owners[d % len(owners)] for d in range(len(held))])
     return out

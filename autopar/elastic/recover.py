@@ -17,6 +17,7 @@ from autopar.elastic.state import Alike, Packed, State, dim_of
 from autopar.runtime.module import ParallelModule
 
 LIVE = -1  # the generation of what all ranks have whole
+Random = tuple[torch.Tensor, bool]  # torch's own random state, and whether it is that where the step began: else the loader may yet draw
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,11 @@ class Recovering(Protocol):
     holdings: Holdings
     copies: Copies | None
     alike: dict[int, Alike]
+    given: Random | None
     version: int
     is_live: bool
+
+    def random_at(self, version: int) -> Random: ...
 
 
 def recover(session: Recovering, was_split: bool) -> Moved:
@@ -46,6 +50,7 @@ def recover(session: Recovering, was_split: bool) -> Moved:
     Raises StoppedError, on all ranks, where no version is left whole."""
     copies = session.copies
     assert copies is not None
+    is_split = session.state.is_split()
     if was_split:
         mine = {shard: packed for shard, packed in session.holdings.all().items() if packed.whole}
         own = {shard for shard in session.holdings.own if shard in mine}
@@ -53,6 +58,8 @@ def recover(session: Recovering, was_split: bool) -> Moved:
         live = Shard(session.version, LIVE, 1, 0)
         mine = {live: session.state.pack(0, 1)} if session.is_live else {}
         own = set(mine)
+        if is_split:  # of what one rank alone had, each gets a part: it is kept until the copies of those are whole
+            session.holdings.own.update(mine)
     told = _gathered(copies, (sorted(mine), sorted(own)))
     held = [shards for shards, _ in told]
     chosen = version_to_go_on_from(held)
@@ -70,11 +77,12 @@ def recover(session: Recovering, was_split: bool) -> Moved:
     new = Packed(after, copies.rank, copies.ranks, torch.empty(length, dtype=torch.uint8))
     given = {s.rank: p for s, p in mine.items() if (s.version, s.generation, s.ranks) == chosen}
     moved = _exchange(copies, specs, dims, ranks, given, new, sources(chosen, held, owns), owns)
-    alike = _alike(copies, session.alike.get(version))
+    alike, random = _alike(copies, None if version not in session.alike else (session.alike[version], session.random_at(version)))
     # Nothing below waits for others: a loss finds the tensors as they were, or all as they are to be.
     session.state.put(new, places)
     session.state.put_alike(alike)
     session.alike[version], session.version, session.is_live = alike, version, True
+    session.given = random
     return moved
 
 
@@ -138,16 +146,15 @@ def _specs(copies: Copies, mine: tuple[Spec, ...] | None) -> tuple[Spec, ...]:
     return next(specs for specs in _gathered(copies, mine) if specs is not None)
 
 
-def _alike(copies: Copies, mine: Alike | None) -> Alike:
-    """What all have alike of the version that is taken; the first that has it gives it to those that do not."""
+def _alike(copies: Copies, mine: tuple[Alike, Random] | None) -> tuple[Alike, Random]:
+    """What all have alike of the version that is taken, and torch's random state there; the first that has it gives it to those that do not."""
     have = _gathered(copies, mine is not None)
     if all(have):
         assert mine is not None
         return mine
-    said = [mine]
+    said: list[Any] = [mine]
     dist.broadcast_object_list(said, group=copies.group, group_src=have.index(True))
-    found = said[0] if mine is None else mine
-    assert found is not None
+    found: tuple[Alike, Random] = said[0] if mine is None else mine
     return found
 
 

@@ -8,7 +8,7 @@ from autopar.runtime.build import Builder
 from autopar.runtime.module import ParallelModule
 
 
-def rejoin(model: ParallelModule, ranks: int) -> None:
+def remesh(model: ParallelModule, ranks: int) -> None:
     """On a mesh of all processes that there are now, with the axis of the one before. Parameters still lie where they did: `State.put` moves them. Collective."""
     old, sizes = model._builder, model._programs.sizes
     (name,) = old.groups.axes

@@ -8,7 +8,8 @@
             optimizer.step()
             optimizer.zero_grad()
 
-A step that a loss interrupts is left, and the loop gets its batch again, on a new group, with the state as it was before that step. docs/elastic.md has the rule.
+A step that a loss interrupts is left, and the loop gets its batch again, on a new group, with the state as it was before that step. Between two steps processes may join, which have gone through the
+same loop to there (`autopar.elastic.newcomer`). docs/elastic.md has the rule.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,16 +27,20 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from autopar import _torch
+from autopar.distributed.agreement import DisagreementError
 from autopar.distributed.failures import is_of_others
+from autopar.distributed.groups import be_alone
 from autopar.elastic import words
 from autopar.elastic.ahead import Ahead
 from autopar.elastic.attach import Attached, attached_to
 from autopar.elastic.copies import Copies, Holdings
 from autopar.elastic.member import StoppedError, SupersededError
-from autopar.elastic.recover import Moved, recover
-from autopar.elastic.remesh import rejoin
+from autopar.elastic.newcomer import PAUSE_S, Newcomer
+from autopar.elastic.program import FIX, digest_of, of_model, of_session, of_steps
+from autopar.elastic.recover import Moved, Random, recover
+from autopar.elastic.remesh import remesh
 from autopar.elastic.state import Alike, State, Stateful
-from autopar.errors import AutoparError, LostRankError
+from autopar.errors import AutoparError, InputError, LostRankError
 from autopar.runtime.module import ParallelModule
 from autopar.text.log import log
 
@@ -44,7 +50,8 @@ EXPLAINED_S = 1.0  # so long an error that may come of a loss waits for the supe
 
 @dataclass(frozen=True)
 class Recovery:
-    """One loss. ranks: that were left; version: steps that counted as done; seconds of its parts; moved: of the state. ahead: the steps were there, nothing is compiled."""
+    """One loss, or processes that joined. ranks: that there are then; version: steps that counted as done; seconds of its parts; moved: of the state. ahead: the steps were there,
+    nothing is compiled. joined: ranks that came new."""
 
     generation: int
     ranks: int
@@ -53,6 +60,7 @@ class Recovery:
     move_s: float
     moved: Moved
     ahead: bool
+    joined: int = 0
 
 
 class Session:
@@ -66,20 +74,31 @@ class Session:
         self.model, self.optimizer = model, optimizer
         self.options, self.member = attached.options, attached.member
         self.state = State(model, optimizer, others)
-        self.timeout_s = _torch.default_timeout("cpu").total_seconds()
-        self.backend = str(dist.get_backend())
+        self.newcomer = attached.newcomer  # until it is let in
+        if self.newcomer is None:
+            self.backend, self.timeout_s = str(dist.get_backend()), _torch.default_timeout("cpu").total_seconds()
+        else:
+            self.backend, self.timeout_s = self.newcomer.backend, self.newcomer.timeout_s
+            self.newcomer.compare("session", of_session(model, optimizer, self.state.others))
         self.ahead: Ahead = attached.ahead
         self.version, self.recoveries = 0, list[Recovery]()
         self.published = 0  # the newest version that there are copies of, or will be
         self.is_split = self.state.is_split()
         self.holdings = Holdings()
-        self.copies = None if self.member is None else self._new_copies()
+        self.copies = None if self.member is None or self.newcomer is not None else self._new_copies()
         self.alike: dict[int, Alike] = {}
-        self.is_live = True  # the tensors on the device are those of `version`, not half a step further
+        self.is_live = self.newcomer is None  # the tensors on the device are those of `version`, not half a step further
         self.in_step, self.committed = False, False
         self.numbers: dict[int, torch.Tensor] = {}  # torch's own random state where a step began
+        self.given: Random | None = None  # the same, of another rank
+        self.passes: list[tuple[int, bool]] = []  # through the data: steps done before each, and whether it went to the loader's end
+        self.lets_in = False  # all ranks know that somebody is to be let in after this step
+        self.on_trial, self.is_new = False, False  # somebody joined, or this process did, and no step has been done since
+        self.told_steps: set[str] = set()
         optimizer.register_step_pre_hook(self._before_optimizer)
-        if self.member is not None:
+        if self.member is not None and self.newcomer is None:
+            if self.member.grows and self.member.rank == 0:
+                words.write(self.member.store, words.program("session"), of_session(model, optimizer, self.state.others))
             self._guarded(self._publish)
 
     # ---- the loop ------------------------------------------------------------------------------------------------
@@ -88,13 +107,23 @@ class Session:
         """What `loader` gives, each as often as it takes: a batch whose step is to be done again comes again. Every rank's loader gives the same whole batches.
 
         The loop's body is `with session.step():`, around all of a step. At the end, all ranks have the same version, or have lost nobody since."""
-        source, kept, first = iter(loader), dict[int, T](), self.version
+        source, kept = iter(loader), dict[int, T]()
+        if self.newcomer is not None:
+            is_in = yield from self._as_a_newcomer(source, kept)
+            if not is_in:
+                return
+        else:
+            self._pass([*self.passes, (self.version, False)])
+            if self.member is not None and len(self.passes) > 1:
+                self.member.goes_on(len(self.passes) - 1)
+        first = self.passes[-1][0]
         while True:
             if self.version not in kept:
                 try:
                     kept[self.version] = next(source)
                 except StopIteration:
                     if self._finished():
+                        self._pass([*self.passes[:-1], (first, True)])
                         return
                     continue
             for old in [v for v in kept if v < self._oldest()]:
@@ -111,6 +140,10 @@ class Session:
     def step(self) -> Iterator[int]:
         """Around all of one step: calls, backward, the optimizer. Gives the number of steps done before. What a loss makes fail is not raised: the step is done again."""
         assert not self.in_step, "a step within a step"
+        if self.newcomer is not None:
+            with self._rehearsed(self.newcomer):
+                yield -1
+            return
         number = self.version
         if number in self.numbers:  # done again
             torch.set_rng_state(self.numbers[number])
@@ -127,9 +160,13 @@ class Session:
             self.version += 1
             self.is_live = True
             if self.member is not None:
-                if not self.is_split or self.version - self.published >= self.options.every:
+                self.on_trial, self.is_new, self.member.version = False, False, self.version
+                if not self.is_split or self.lets_in or self.version - self.published >= self.options.every:
                     self._publish()
                 self.ahead.make()
+                self._tell_steps()
+                if self.lets_in:
+                    self._let_in()
         except Exception as e:
             if not self._is_of_a_loss(e):
                 raise
@@ -137,6 +174,8 @@ class Session:
             self._recover()
 
     def _before_optimizer(self, *_: object) -> None:
+        if self.newcomer is not None and self.in_step:
+            return
         if not self.in_step or self.committed:
             raise AutoparError(
                 "optimizer.step() " + ("a second time in one step" if self.in_step else "outside of a step"),
@@ -147,10 +186,13 @@ class Session:
     # ---- versions ------------------------------------------------------------------------------------------------
 
     def _commit(self) -> None:
-        """The commit of `version`, where it is one that is copied: after it, all copies of it are whole, everywhere."""
-        if self.copies is not None and self.is_split and self.version == self.published:
-            self.copies.wait()
-            self.copies.meet()
+        """The commit of `version`, where it is one that is copied: after it, all copies of it are whole, everywhere. Where processes may join, ranks agree in it whether they let somebody in."""
+        is_copied = self.is_split and self.version == self.published
+        if self.copies is not None and self.member is not None and (is_copied or self.member.grows):
+            if is_copied:
+                self.copies.wait()
+            asks = self.in_step and self.member.grows and self.member.asked_in(len(self.passes) - 1)
+            self.lets_in = self.copies.meet(asks)
         self.committed, self.is_live = True, False
 
     def _publish(self) -> None:
@@ -172,7 +214,7 @@ class Session:
 
     def _finished(self) -> bool:
         """The last version is whole everywhere, and all ranks know; False where it had to be recovered first."""
-        if self.member is None:
+        if self.member is None or self.member.has_passed(len(self.passes)):
             return True
         before = len(self.recoveries)
         if self.is_split and self.version > self.published:
@@ -181,7 +223,7 @@ class Session:
         self.is_live = True
         if len(self.recoveries) > before:
             return False
-        if self.member.finish():
+        if self.member.finish(len(self.passes)):
             return True
         self._recover()
         return False
@@ -201,6 +243,129 @@ class Session:
         assert self.member is not None
         return Copies(group, self.member.generation, groups.rank, len(groups.ranks), self.holdings, self.member.stride)
 
+    # ---- somebody joins ------------------------------------------------------------------------------------------
+
+    def _pass(self, passes: list[tuple[int, bool]]) -> None:
+        self.passes = passes
+        if self.member is not None and self.member.grows:
+            words.write(self.member.store, words.PASSES, passes)
+
+    def _tell_steps(self) -> None:
+        """What the steps compute, for those that would join."""
+        assert self.member is not None
+        if self.member.grows and self.member.rank == 0 and (new := set(of_steps(self.model)) - self.told_steps):
+            key = words.program("steps")
+            before: list[str] = words.read(self.member.store, key) or []
+            words.write(self.member.store, key, [*before, *sorted(new - set(before))])
+            self.told_steps |= new
+
+    def _let_in(self) -> None:
+        """Waits for all members to be here, and goes on with those that join."""
+        assert self.member is not None
+        self.member.stand(len(self.passes) - 1)
+        self._recover(broken=False)
+
+    @contextlib.contextmanager
+    def _rehearsed(self, newcomer: Newcomer) -> Iterator[None]:
+        """Around the body of a step, alone: what it does is captured and compiled, what it computes is not kept."""
+        self.in_step = True
+        try:
+            yield
+        finally:
+            self.in_step = False
+        self.optimizer.zero_grad()
+        self.ahead.make()
+        newcomer.compare_steps(of_steps(self.model))
+        newcomer.rehearsed = True
+
+    def _as_a_newcomer(self, source: Iterator[T], kept: dict[int, T]) -> Generator[T, None, bool]:
+        """A pass through the data of a process that is to join: True where it is let in in this one, with `source` and `kept` as the others have them; False where they are past it."""
+        newcomer = self.newcomer
+        assert newcomer is not None
+        number, taken = newcomer.passes, 0
+        newcomer.passes += 1
+        last: deque[T] = deque(maxlen=2 * self.options.every + 2)  # taken: a loss may take the others so many steps back
+
+        def take(count: int) -> None:
+            nonlocal taken
+            while taken < count:
+                try:
+                    last.append(next(source))
+                except StopIteration:
+                    raise AutoparError(
+                        f"the loader of pass {number} through the data ended after {taken} batches, and the run has had {count} of it already",
+                        where="autopar.elastic.Session.batches", fix="start this process with the data that the run was started with",
+                    ) from None  # fmt: skip
+                taken += 1
+
+        if not newcomer.rehearsed:
+            for batch in source:
+                taken += 1
+                last.append(batch)
+                yield batch
+                if not newcomer.rehearsed:
+                    raise AutoparError(
+                        "the loop went on without a step",
+                        where="autopar.elastic.Session.batches",
+                        fix="put what a batch is for into `with session.step():`",
+                    )
+                break
+        while True:
+            data = newcomer.data()
+            if len(data) > number + 1:
+                newcomer.withdraw()
+                first, is_whole = data[number]
+                take(data[number + 1][0] - first)
+                self.version = data[number + 1][0]
+                if is_whole:
+                    next(source, None)
+                return False
+            if len(data) == number + 1 and newcomer.rehearsed:
+                if newcomer.member.is_let_in():
+                    be_alone(False)
+                    break
+                take(min(newcomer.version() - data[number][0], taken + 1))
+                newcomer.offer(number)
+            time.sleep(0.0 if newcomer.version() - data[-1][0] > taken else PAUSE_S)
+            newcomer.member.refuse_stopped()
+        self._recover(broken=False)
+        first = self.passes[-1][0]
+        take(self.version - first)
+        kept.update({first + taken - len(last) + i: batch for i, batch in enumerate(last)})
+        assert self.given is not None
+        if self.given[1]:
+            self.numbers[self.version] = self.given[0]
+        else:
+            torch.set_rng_state(self.given[0])
+        self.given = None
+        os.environ.pop(words.JOINS, None)  # it is one of the members now
+        return True
+
+    def random_at(self, version: int) -> Random:
+        """torch's own random state before the step after `version` steps."""
+        return self.given or (self.numbers.get(version, torch.get_rng_state()), version in self.numbers)
+
+    def _newcomers(self, ranks: int) -> int:
+        """In a new group, how many are new, and that they may join; those get what is no part of a version. Collective."""
+        digest = digest_of(of_model(self.model, self.options) | of_session(self.model, self.optimizer, self.state.others))
+        told: list[Any] = [None] * ranks
+        dist.all_gather_object(told, (self.newcomer is not None or self.is_new, digest, self.passes, self.model._touched))
+        new = [x for x in told if x[0]]
+        old = next((x for x in told if not x[0]), None)
+        if not new or old is None:
+            return 0
+        if any(x[1] != old[1] for x in new):
+            if self.newcomer is not None and digest != old[1]:
+                raise DisagreementError(
+                    "this process cannot join: it has another model, or other arguments, than the run has by now",
+                    where="autopar.elastic",
+                    fix=FIX,
+                )
+            raise SupersededError("a process that was to join has another program")
+        if self.newcomer is not None:
+            self.passes, self.model._touched = old[2], old[3]
+        return len(new)
+
     # ---- after a loss --------------------------------------------------------------------------------------------
 
     def _is_of_a_loss(self, e: Exception) -> bool:
@@ -209,26 +374,34 @@ class Session:
             return False
         if isinstance(e, (LostRankError, SupersededError)) or is_of_others(e):
             return True
+        if isinstance(e, (DisagreementError, InputError)) and (
+            self.on_trial or self.newcomer is not None
+        ):  # with one that joined, which ends of it
+            return self.newcomer is None and not self.is_new
         return isinstance(e, (AutoparError, RuntimeError)) and self.member.moves_on(EXPLAINED_S)
 
-    def _recover(self) -> None:
-        """Goes on with those that are left, at the newest version that they have whole. Another loss meanwhile begins it anew."""
+    def _recover(self, broken: bool = True) -> None:
+        """Goes on with those that are left, or are there now, at the newest version that they have whole. Another loss meanwhile begins it anew. broken: whether the others may wait for
+        this rank in a collective."""
         assert self.member is not None
         while True:  # every round is a new generation; the supervisor ends a run in which nobody gets further
-            self.member.abort()
+            if broken:
+                self.member.abort()
             try:
-                self._once()
+                self._once(0.0 if broken else self.timeout_s)
                 return
             except Exception as e:
                 if not self._is_of_a_loss(e):
                     raise
                 log.info("another loss while recovering: %s", str(e).splitlines()[0] if str(e) else type(e).__name__)
+                broken = True
 
-    def _once(self) -> None:
+    def _once(self, patience_s: float) -> None:
         member = self.member
         assert member is not None
+        self.lets_in = False
         begun = time.monotonic()
-        member.next()
+        member.next(patience_s)
         if self.copies is not None:
             self.copies.salvage()
         rank, ranks = member.rank, len(member.members)
@@ -239,12 +412,20 @@ class Session:
         except RuntimeError as e:
             raise SupersededError(f"generation {member.generation} did not come about: {e}") from e
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
-        rejoin(self.model, ranks)
+        joined = self._newcomers(ranks) if member.grows else 0
+        self.ahead.keep()
+        remesh(self.model, ranks)
         ahead = self.ahead.take()
+        if joined:
+            self.ahead.common()
+            ahead = ahead and bool(self.model._programs.kinds)
+        self.on_trial = joined > 0
         self.copies = self._new_copies()
         regrouped = time.monotonic()
         was_split, self.is_split = self.is_split or bool(self.holdings.own), self.state.is_split()
         moved = recover(self, was_split)
+        self.newcomer, self.is_new = None, self.newcomer is not None or self.is_new
+        self.given = self.given if self.is_new else None
         self.committed = False
         self._publish()
         self.copies.wait()
@@ -255,12 +436,12 @@ class Session:
                 del held[shard]
         member.store.add(words.whole(member.generation), 1)
         self.recoveries.append(
-            Recovery(member.generation, ranks, self.version, regrouped - begun, time.monotonic() - regrouped, moved, ahead)
+            Recovery(member.generation, ranks, self.version, regrouped - begun, time.monotonic() - regrouped, moved, ahead, joined)
         )
         if rank == 0:
             r = self.recoveries[-1]
             made = "its step was made ahead" if ahead else "no step was made ahead for so many: the next one is captured and compiled"
             print(
-                f"autopar: {ranks} processes go on from step {r.version}: group {r.regroup_s:.2f} s, state {r.move_s:.2f} s, {moved.bytes:,} bytes moved; {made}",
+                f"autopar: {ranks} processes{f', {joined} of them new,' if joined else ''} go on from step {r.version}: group {r.regroup_s:.2f} s, state {r.move_s:.2f} s, {moved.bytes:,} bytes moved; {made}",
                 flush=True,
             )

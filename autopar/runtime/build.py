@@ -105,7 +105,11 @@ class Builder:
         self.planned = self.layout is not None
         # Whether heads under a loss make no logits; None: not known before there is a plan.
         self.chunked = settled(config.loss_head, given, self.planned)
-        self.once = CompileOnce(self.groups.id, self.groups.here) if config.backend == "inductor" else None
+        self.once = (
+            CompileOnce(self.groups.id, self.groups.here if self.groups.talks else self.groups.here[:1])
+            if config.backend == "inductor"
+            else None
+        )
         self.coordinates: dict[str, torch.Tensor] = {}
         self.as_stored = AsStored(self.groups)
         # Of a training call; 0 until it is chosen ("auto").
@@ -113,7 +117,7 @@ class Builder:
         self.micro_batches = chosen if isinstance(chosen, int) else 0
         self.chosen: Plan | None = None  # of as many as were chosen, until it is used
         self.opened = ""  # the store of activations that are away
-        self.links = self._links() if self.mesh.size > 1 else None
+        self.links = self._links(self.mesh) if self.mesh.size > 1 else None
 
     def arguments(self) -> tuple[tuple[Layout | None, Cluster | None], Facts]:
         """The hand layout, else what to plan for (neither where a plan is given); and what all ranks must pass alike."""
@@ -126,19 +130,23 @@ class Builder:
             cluster = here(self.device, self.mesh.size)
         return (layout, cluster), self.facts()
 
-    def _links(self) -> Cost | None:
-        """Prices of the cluster this runs on, as the mesh's first rank knows it; None where it is none that there is a description of."""
+    def links_of(self, mesh: Mesh) -> Cost | None:
+        """The same prices on another mesh. Collective."""
+        return Cost(self.links.cluster, mesh) if self.links is not None and self.links.cluster.size >= mesh.size else self._links(mesh)
+
+    def _links(self, mesh: Mesh) -> Cost | None:
+        """Prices of the cluster this runs on, as the first rank knows it; None where it is none that there is a description of. Collective."""
 
         def known() -> str:
             try:
-                cluster = self.cluster or self.config.request.cluster or here(self.device, self.mesh.size)
+                cluster = self.cluster or self.config.request.cluster or here(self.device, mesh.size)
             except ClusterError as e:
                 log.info("collectives are not joined: %s", e.what)
                 return ""
-            return cluster.model_dump_json() if cluster.size >= self.mesh.size else ""
+            return cluster.model_dump_json() if cluster.size >= mesh.size else ""
 
         text = from_first(self.groups, known)
-        return Cost(Cluster.model_validate_json(text), self.mesh) if text else None
+        return Cost(Cluster.model_validate_json(text), mesh) if text else None
 
     def facts(self) -> Facts:
         """What must be the same on all ranks before parameters are spread."""
@@ -285,6 +293,7 @@ class Builder:
                     step = Step(captured, graph, plan, self.groups, settings, kind)
                 else:
                     step = agreed(self.groups, lambda: (self._general(captured, graph, plan, settings, kind), {}))
+            step.program = program.text
         if decides or self.plan is None or (self.layout is not None and grad and not self.plan.collectives):
             whole = replace(step.plan, params=plan.params).answering_as(plan)
             self.plan = self.pipeline.told(whole, step) if self.pipeline is not None and isinstance(step, StagedStep) else whole
@@ -313,9 +322,8 @@ class Builder:
                 cast=config.precision.param, autocast=autocast, varying=varying, batch=batch,
             )  # fmt: skip
             found = found.chunked or found if self.chunked else found
-            program = "\n".join(f"{count} x {line}" for line, count in found.folded.lines)
             # A plan names operators, so their names must be the same as well.
-            return found, {"the program": program, "its operators": "\n".join(o.name for o in found.graph.ops)}
+            return found, {"the program": found.text, "its operators": "\n".join(o.name for o in found.graph.ops)}
 
         with during("capture", self.groups.ranks), told("captured", self.groups.rank == 0):
             return agreed(self.groups, seen_here)

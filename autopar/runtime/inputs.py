@@ -110,7 +110,7 @@ class InputReader:
         sizes that are new, contents are compared, too (global). Collective.
 
         how: what a call's program depends on besides sizes. why_new: None where this rank has the program."""
-        if len(self.groups.ranks) == 1:
+        if not self.groups.talks:
             return
         atoms = tuple(x for x in call.constants if isinstance(x, ATOMS))
         digest = hashlib.blake2b(repr((shapes, atoms, *how)).encode(), digest_size=7).digest()

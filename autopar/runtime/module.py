@@ -309,9 +309,9 @@ class ParallelModule(WrappingModule):
 
     def _first_step(self, step: Step) -> FirstStep | None:
         """The checks of a step that has not run yet, where AUTOPAR_CHECK asks for them."""
-        if not asked() or not step.first_run():
-            return None
         groups = self._builder.groups
+        if not asked() or not step.first_run() or groups.alone:
+            return None
         return FirstStep(step.written_out(), lambda t, p: cut(t, p, groups.mesh, groups.coordinates), groups.rank)
 
     def _counters(self, of: int | None = None) -> torch.Tensor:

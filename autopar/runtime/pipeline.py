@@ -76,6 +76,11 @@ class Seen:
     folded: Folded
 
     @cached_property
+    def text(self) -> str:
+        """The same for two modules that compute the same."""
+        return "\n".join(f"{count} x {line}" for line, count in self.folded.lines)
+
+    @cached_property
     def chunked(self) -> Seen | None:
         """With operators of ours where there are patterns (`autopar.capture.fusions`); None where there are none."""
         captured = fused(self.captured)

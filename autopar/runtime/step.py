@@ -57,6 +57,7 @@ class Step:
     ) -> None:
         """kind: "train", "eval", ...: what a dump of it is called. stage: where it is a stage of a pipeline, its joint graph, by what becomes of gradients."""
         self.stage = stage
+        self.program = ""  # what the module computes in it, as text
         self.captured, self.graph, self.plan, self.groups, self.settings = captured, graph, plan, groups, settings
         self.dump = Dump(kind)
         self.dump.graph("captured", captured.gm)

@@ -14,6 +14,7 @@ from functools import cache
 import pytest
 
 from autopar.elastic.protocol import Shard, partner, sources, version_to_go_on_from, ward
+from tests.wide import cases
 
 STEPS = 3
 
@@ -116,14 +117,23 @@ def test_versions_alive() -> None:
         assert {v for x in s for v in (*x.own, *x.copies)} <= {c - 1, c, c + 1}
 
 
+NEW = -1  # in place of a rank: one that has just come
+
+
+def old_shards(state: State, r: int) -> set[Shard]:
+    return set() if r == NEW else held(state, r)
+
+
 # ---- a loss while one is recovered from --------------------------------------------------------------------------
 
 
-def recoveries(state: State, dead: int) -> Iterator[tuple[list[set[Shard]], bool]]:
-    """What the survivors hold at every point of a recovery, and whether any has let the old layout's shards go."""
+def recoveries(state: State, dead: int | None, joins: int | None = None) -> Iterator[tuple[list[set[Shard]], bool]]:
+    """What all hold at every point of a recovery, and whether any has let the old layout's shards go. dead: who is lost; joins: the new rank of one that comes, who has nothing."""
     n = len(state)
     alive = [r for r in range(n) if r != dead]
-    chosen = version_to_go_on_from([held(state, r) for r in alive])
+    if joins is not None:
+        alive.insert(joins, NEW)
+    chosen = version_to_go_on_from([old_shards(state, r) for r in alive])
     assert chosen is not None
     m, v = len(alive), chosen[0]
     start = ("moving",) * m, (False,) * m  # what each did last; whether its ward's new copy is here
@@ -132,7 +142,7 @@ def recoveries(state: State, dead: int) -> Iterator[tuple[list[set[Shard]], bool
         at, here = todo.pop()
         holds = []
         for i, r in enumerate(alive):
-            mine = set() if at[i] == "done" else held(state, r)
+            mine = set() if at[i] == "done" else old_shards(state, r)
             mine |= {Shard(v, 1, m, i)} if at[i] != "moving" else set()
             mine |= {Shard(v, 1, m, ward(i, m))} if here[i] else set()
             holds.append(mine)
@@ -171,6 +181,99 @@ def test_another_may_die_in_the_recovery() -> None:
                     chosen = version_to_go_on_from([h for j, h in enumerate(holds) if j != i])
                     if dropped or second == (dead + 2) % 4:
                         assert chosen is not None and chosen[0] >= (first[0] if dropped else committed(state)), (state, dead, second, holds)
+
+
+# ---- somebody joins ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Asked:
+    """ranks; stands: which of them wait for the others after a step; flags: versions in whose commit somebody asked for that."""
+
+    ranks: State
+    stands: frozenset[int]
+    flags: frozenset[int]
+
+
+def asked_following(state: Asked, broken: str) -> Iterator[Asked]:
+    """What one event makes of it, where any rank may hear at any time that a process is ready to join. broken: "each by itself": who has not heard goes on."""
+    for after in following(state.ranks, ""):
+        r = next(i for i, (x, y) in enumerate(zip(state.ranks, after, strict=True)) if x != y)
+        if r in state.stands and after[r].at != "published":
+            continue
+        new = after[r]
+        if new.at == "entered" and state.ranks[r].at == "published":
+            yield Asked(after, state.stands, state.flags | {new.version})
+            if broken:
+                yield Asked(after, state.stands, state.flags)
+                continue
+        if new.at == "published" and state.ranks[r].at == "left" and new.version - 1 in state.flags:
+            yield Asked(after, state.stands | {r}, state.flags)
+            if not broken:
+                continue
+        yield Asked(after, state.stands, state.flags)
+
+
+@cache
+def asked_reachable(n: int, broken: str = "") -> frozenset[Asked]:
+    start = Asked((START,) * n, frozenset(), frozenset())
+    found, todo = {start}, [start]
+    while todo:
+        for s in asked_following(todo.pop(), broken):
+            if s not in found:
+                found.add(s)
+                todo.append(s)
+    return frozenset(found)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_all_wait_after_the_same_step_or_none(n: int) -> None:
+    """Whenever which of them hear of it: who waits is never passed, and is never left alone for ever."""
+    states = asked_reachable(n)
+    assert any(len(s.stands) == n for s in states)
+    for s in states:
+        at = {s.ranks[r].version for r in s.stands}
+        assert len(at) <= 1 and all(x.version <= v for x in s.ranks for v in at), s
+        if s.stands and not list(asked_following(s, "")):
+            assert len(s.stands) == n, s
+
+
+def test_each_by_itself_would_not_do() -> None:
+    assert any(
+        s.stands and len(s.stands) < 2 and not list(asked_following(s, "each by itself")) for s in asked_reachable(2, "each by itself")
+    )
+
+
+@pytest.mark.parametrize("n", cases(range(1, 5), (1, 2, 3)))
+def test_who_joins_may_die_at_any_time_and_so_may_another(n: int) -> None:
+    """One that joins has no shards, whatever its new rank: without it the others stay at the version that they waited at. Where another is lost instead, they go on from what
+    had been committed, or from that version once anybody has let the old shards go."""
+    waiting = {s.ranks for s in asked_reachable(n) if len(s.stands) == n} if n < 4 else {
+        s for s in reachable(n) if len({x.version for x in s}) == 1 and s[0].version and all(x.at == "published" for x in s)
+    }  # fmt: skip
+    assert waiting
+    for state in waiting:
+        v = state[0].version
+        for joins in range(n + 1):
+            for holds, dropped in recoveries(state, None, joins):
+                for i in range(n + 1):
+                    chosen = version_to_go_on_from([h for j, h in enumerate(holds) if j != i])
+                    if n == 1 and i != joins and not dropped:
+                        continue  # the only one that had anything
+                    assert chosen is not None and chosen[0] >= (v if dropped or i == joins else committed(state)), (state, joins, i, holds)
+
+
+def test_who_joins_decides_nothing() -> None:
+    """Of versions; of the pieces it is given all, by who owns them."""
+    held_by = [{Shard(5, 0, 2, 0), Shard(5, 0, 2, 1)}, set(), {Shard(5, 0, 2, 1), Shard(4, 0, 2, 0)}]
+    assert version_to_go_on_from(held_by) == (5, 0, 2)
+    assert sources((5, 0, 2), held_by, [Shard(5, 0, 2, 0), None, Shard(5, 0, 2, 1)]) == [[0, 0, 0], [0, 2, 2]]
+
+
+def test_many_that_join_are_given_by_many() -> None:
+    """What all have whole goes out from each of them."""
+    whole = Shard(5, -1, 1, 0)
+    assert sources((5, -1, 1), [{whole}, {whole}, set(), set()], [whole, whole, None, None]) == [[0, 1, 0, 1]]
 
 
 # ---- who gives what ----------------------------------------------------------------------------------------------

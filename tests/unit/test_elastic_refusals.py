@@ -180,7 +180,7 @@ def test_what_goes_wrong_after_training_is_told(code: int, how: str) -> None:
     said: list[str] = []
     s = Supervisor(lambda w, _: Ended(code if w else 0), 2, 1, said.append)
     for w in range(2):
-        s.store.set(words.finished(w), "1")
+        words.write(s.store, words.finished(w), [1, False])
     assert s.run(30.0) == (1 if code else 0)
     assert said == ([f"worker 1 had trained to the end, and then ended {how}"] if code else [])
 

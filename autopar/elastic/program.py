@@ -1,0 +1,61 @@
+"""What a process must have in common with the members of a run to join it: the model, the arguments, the optimizer, what the model computes; each as text, to be compared.
+
+Members write it into the supervisor's store, and the process that would join compares, so that one with another program is refused before anybody waits for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from autopar.distributed.agreement import DisagreementError, difference
+from autopar.elastic.options import Elastic
+from autopar.runtime.module import ParallelModule
+
+FIX = "start it with the program, the arguments and the versions that the run was started with"
+Texts = Mapping[str, str]  # by what it is for people
+
+
+def of_model(model: ParallelModule, options: Elastic) -> dict[str, str]:
+    """What is compared when a module is compiled, but for the mesh, and the versions of what compiles it."""
+    facts = {k: "\n".join(x for x in text.splitlines() if not x.startswith("mesh=")) for k, text in model._builder.facts().items()}
+    return {**facts, "elastic=": repr(options), "the version of torch": torch.__version__}
+
+
+def of_session(model: ParallelModule, optimizer: Optimizer, others: list[Any]) -> dict[str, str]:
+    """What is optimized by what, and what counts along."""
+    names = {id(p): n for n, p in model.named_parameters()}
+    groups = "\n".join(
+        f"group {i}: {', '.join(sorted(set(g) - {'params'}))}\n" + "\n".join(f"group {i}: {names.get(id(p))}" for p in g["params"])
+        for i, g in enumerate(optimizer.param_groups)
+    )
+    kinds = [type(x).__name__ for x in others]
+    return {"the optimizer": f"{type(optimizer).__name__}\n{groups}", "what counts along with the session": "\n".join(kinds)}
+
+
+def of_steps(model: ParallelModule) -> list[str]:
+    """What the model computes in the steps that train."""
+    return [s.program for s in model._programs.steps() if s.has_backward]
+
+
+def digest_of(texts: Texts) -> str:
+    return hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()
+
+
+def compare(theirs: Texts, mine: Texts) -> None:
+    """Raises DisagreementError."""
+    for name, text in theirs.items():
+        if mine.get(name, "") != text:
+            raise disagreement(name, text, mine.get(name, ""))
+
+
+def disagreement(name: str, theirs: str, mine: str) -> DisagreementError:
+    return DisagreementError(
+        f"this process cannot join the run: it disagrees with it about {name}",
+        where=difference({"the run": theirs, "this process": mine}),
+        fix=FIX,
+    )
