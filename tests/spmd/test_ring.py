@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,9 @@ from torch import Tensor
 
 from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
+from autopar.graph.runs import runs_of, visited
 from autopar.kernels.attention import attention, attention_backward
 from autopar.kernels.ring import Part, backward_body, forward_body, parts
-from autopar.passes.local.attention import runs_of
 from tests.spmd.exchange import side_by_side
 
 RANKS, SEQ, SCALE = 4, 48, 0.3
@@ -36,9 +38,9 @@ def starts(blocks: int, seq: int = SEQ) -> tuple[list[int], int]:
     return [int(i) for rank in dealt(blocks, seq) for i in rank[::run]], run
 
 
-def whole(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, is_causal: bool) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    out, lse = attention(q, k, v, None, is_causal, SCALE, None)
-    return (out, lse), attention_backward(grad, q, k, v, out, lse, None, is_causal, SCALE, None, False)[:3]
+def whole(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, bias: Tensor | None, is_causal: bool) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    out, lse = attention(q, k, v, bias, is_causal, SCALE, None)
+    return (out, lse), attention_backward(grad, q, k, v, out, lse, bias, is_causal, SCALE, None, False)[:3]
 
 
 def joined(found: Sequence[Tensor], where: list[Tensor]) -> Tensor:
@@ -60,19 +62,96 @@ def test_equals_whole_attention_in_less_precision(dtype: torch.dtype, tolerance:
     _check(2, operands(8, 2, dtype), True, tolerance)
 
 
-def _check(blocks: int, given: list[Tensor], is_causal: bool, tolerance: float) -> None:
+def _check(
+    blocks: int, given: list[Tensor], is_causal: bool, tolerance: float, bias: Tensor | None = None, before: int = -1, after: int = -1
+) -> None:
     q, k, v, grad = given
-    (out, lse), gradients = whole(q, k, v, grad, is_causal)
-    where, (firsts, run) = dealt(blocks, q.shape[2]), starts(blocks, q.shape[2])
-    shared = [(is_causal, SCALE, at if is_causal else None, torch.tensor(r), firsts, run, "ring", RANKS) for r, at in enumerate(where)]
-    mine = [[t[:, :, at] for t in (q, k, v)] for at in where]
-    forward = side_by_side([forward_body(*a, *b) for a, b in zip(mine, shared, strict=True)], [range(RANKS)])
+    (out, lse), gradients = whole(q, k, v, grad, bias, is_causal)
+    forward, backward, where = ring(blocks, given, is_causal, bias, before, after)
     for i, want in enumerate((out, lse)):
         torch.testing.assert_close(joined([f[i] for f in forward], where), want, rtol=tolerance, atol=tolerance)
-    bodies = [backward_body(grad[:, :, at], *a, *f, *b) for a, f, b, at in zip(mine, forward, shared, where, strict=True)]
-    backward = side_by_side(bodies, [range(RANKS)])
     for i, want in enumerate(gradients):
         torch.testing.assert_close(joined([b[i] for b in backward], where), want, rtol=tolerance, atol=tolerance)
+
+
+def ring(blocks: int, given: list[Tensor], is_causal: bool, bias: Tensor | None, before: int, after: int) -> tuple[Any, Any, list[Tensor]]:
+    """Forward's and backward's results of every rank, and which positions it has."""
+    q, k, v, grad = given
+    where, (firsts, run) = dealt(blocks, q.shape[2]), starts(blocks, q.shape[2])
+    hops = visited(tuple(firsts), run, RANKS, before, after)
+    told = is_causal or before >= 0 or after >= 0
+    rest = [(at if told else None, before, after, torch.tensor(r), firsts, run, hops, "ring", RANKS) for r, at in enumerate(where)]
+    masks = [bias if bias is None or bias.shape[2] == 1 else bias[:, :, at] for at in where]
+    mine = [[t[:, :, at] for t in (q, k, v)] for at in where]
+    forward = side_by_side([forward_body(*a, m, is_causal, SCALE, *b) for a, m, b in zip(mine, masks, rest, strict=True)], [range(RANKS)])
+    bodies = [
+        backward_body(grad[:, :, at], *a, *f, m, is_causal, SCALE, *b)
+        for a, f, m, b, at in zip(mine, forward, masks, rest, where, strict=True)
+    ]
+    return forward, side_by_side(bodies, [range(RANKS)]), where
+
+
+def masks() -> dict[str, Tensor]:
+    """Of 8 query heads, two samples. Some rows see no key at all, in some blocks others see none."""
+    g = torch.Generator().manual_seed(1)
+    at = torch.arange(SEQ)
+    hidden = torch.rand(2, 1, SEQ, SEQ, generator=g) < 0.4
+    hidden[0, 0, [0, 13, SEQ - 1]] = True
+    hidden[1, 0, 5, : SEQ // 2] = True
+    documents = (torch.tensor([11, 24, 41]).unsqueeze(1) <= at).sum(0)
+    length = torch.tensor([SEQ, 29]).reshape(2, 1, 1, 1)
+    return {
+        "of samples": _hiding(hidden),
+        "additive, of heads": torch.randn(1, 8, SEQ, SEQ, generator=g, dtype=torch.float64) + _hiding(hidden[:1]),
+        "additive, of samples and heads": torch.randn(2, 8, SEQ, SEQ, generator=g, dtype=torch.float64) + _hiding(hidden),
+        "padding": _hiding(at >= length),
+        "documents": _hiding((documents.unsqueeze(1) != documents) | (at > at.unsqueeze(1)))[None, None],
+        "left padding, causal": _hiding((at < SEQ - length) | (at > at.unsqueeze(1))),
+        "nothing is seen": _hiding(torch.ones(2, 1, 1, SEQ, dtype=torch.bool)),
+    }
+
+
+def _hiding(hidden: Tensor, by: float = -math.inf) -> Tensor:
+    return torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, by)
+
+
+@pytest.mark.parametrize(("heads", "groups", "d"), [(8, 8, 8), (8, 2, 8), (8, 2, 16)])
+@pytest.mark.parametrize("name", masks())
+def test_masks(name: str, heads: int, groups: int, d: int) -> None:
+    """Rows that see no key give zeros, and gradients of zeros."""
+    bias = masks()[name]
+    for blocks in (1, 2):
+        _check(blocks, operands(heads, groups, torch.float64, d=d), False, 1e-12, bias)
+    _check(1, operands(heads, groups, torch.float32, d=d), False, 1e-5, bias.float())
+
+
+def test_a_mask_beside_causality() -> None:
+    for name in ("of samples", "padding"):
+        _check(2, operands(8, 2, torch.float64), True, 1e-12, masks()[name])
+
+
+@pytest.mark.parametrize("name", masks())
+def test_a_row_that_sees_nothing(name: str) -> None:
+    """Whatever is in its key blocks, nothing is NaN."""
+    forward, backward, where = ring(2, operands(8, 2, torch.float32), False, masks()[name].float(), -1, -1)
+    bias = masks()[name].expand(2, 8, SEQ, SEQ)
+    empty = (bias == -math.inf).all(-1)
+    out, lse = (joined([f[i] for f in forward], where) for i in range(2))
+    assert torch.equal(out[empty], torch.zeros_like(out[empty])) and bool((lse[empty] == -math.inf).all())
+    assert bool(lse[~empty].isfinite().all())
+    dq, dk, dv = (joined([b[i] for b in backward], where) for i in range(3))
+    assert torch.equal(dq[empty], torch.zeros_like(dq[empty]))
+    assert all(bool(t.isfinite().all()) for t in (out, dq, dk, dv))
+
+
+@pytest.mark.parametrize("by", [-1e9, None], ids=["-1e9", "the lowest"])
+@pytest.mark.parametrize("d", [8, 16])
+def test_rows_hidden_by_a_large_number(d: int, by: float | None) -> None:
+    """Scores are lost beside it, and a row that sees nothing else is even over its keys, as torch's attention is; its log-sum-exp does not tell of how many."""
+    hidden = masks()["of samples"] == -math.inf
+    bias = _hiding(hidden, torch.finfo(torch.float32).min if by is None else by).float()
+    bias[:, :, :, 7] = -math.inf
+    _check(2, operands(8, 2, torch.float32, d=d), False, 1e-5, bias)
 
 
 def test_two_rings_do_not_meet() -> None:
@@ -80,7 +159,21 @@ def test_two_rings_do_not_meet() -> None:
     q, k, v, _ = operands(4, 4, torch.float64)
     where, (firsts, run) = dealt(1), starts(1)
     bodies = [
-        forward_body(*(t[s : s + 1, :, at] for t in (q, k, v)), True, SCALE, at, torch.tensor(r), firsts, run, "ring", RANKS)
+        forward_body(
+            *(t[s : s + 1, :, at] for t in (q, k, v)),
+            None,
+            True,
+            SCALE,
+            at,
+            -1,
+            -1,
+            torch.tensor(r),
+            firsts,
+            run,
+            range(RANKS),
+            "ring",
+            RANKS,
+        )
         for s, (r, at) in itertools.product(range(2), enumerate(where))
     ]
     found = side_by_side(bodies, [range(RANKS), range(RANKS, 2 * RANKS)])
@@ -91,13 +184,19 @@ def test_two_rings_do_not_meet() -> None:
 
 def test_what_causality_hides_is_not_computed() -> None:
     """Queries 8 to 11 of a block with keys 0 to 3, 8 to 11 and 16 to 19: the first without a mask, the second causal, the third not at all."""
-    assert parts([(8, slice(4, 8))], [0, 8, 16], 4, 12) == [Part(slice(4, 8), slice(0, 4), False), Part(slice(4, 8), slice(4, 8), True)]
-    assert parts([(0, slice(0, 4))], [8], 4, 4) == []
-    assert parts(None, [8], 4, 4) == [Part(slice(None), slice(0, 4), False)]
+
+    def causal(rows: Any, at: list[int], keys: int) -> list[Part]:
+        return parts(rows, at, 4, keys, -1, 0, False)
+
+    here = slice(4, 8)
+    assert causal([(8, here)], [0, 8, 16], 12) == [Part(here, slice(0, 4), False), Part(here, slice(4, 8), True)]
+    assert causal([(0, slice(0, 4))], [8], 4) == []
+    assert causal(None, [8], 4) == [Part(slice(None), slice(0, 4), False)]
+    assert parts([(8, here)], [0, 8, 16], 4, 12, -1, 0, True) == [Part(here, slice(0, 8), False)]  # with a bias, in one
 
 
 def test_runs_of_keys() -> None:
     """Two blocks of 24 positions, split over a, each part of which over b: rank (a, b) has positions 12 a + 6 b on, and those 24 further on."""
     mesh = Mesh.of({"a": 2, "b": 2})
     keys = Placement.of((1, 1, SEQ, 8), {"a": (2, 12), "b": (2, 6)})
-    assert runs_of(keys, ("a", "b"), mesh) == ([0, 24, 6, 30, 12, 36, 18, 42], 6)
+    assert runs_of(keys, 2, ("a", "b"), mesh) == ([0, 24, 6, 30, 12, 36, 18, 42], 6)

@@ -8,7 +8,8 @@ sequence is cut into m blocks, in all operators that have it: one more place for
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from autopar.cost.compute import flops, is_causal
 from autopar.graph.graph import Graph, Op
@@ -31,9 +32,15 @@ def balancing_cuts(graph: Graph, rules: Mapping[str, Rule], mesh: Mesh) -> dict[
 
 
 def in_rings(graph: Graph, rules: Mapping[str, Rule], mesh: Mesh) -> dict[str, int]:
-    """op -> how many neighbouring keys a rank has at least, of attention whose keys may go round (`autopar.kernels.ring`). Empty where nothing has to be split, as above."""
-    found = _long(graph, rules, mesh, lambda op: bool(rules[op.name].alongside))
+    """op -> how many neighbouring keys a rank has at least, of attention whose keys may go round (`autopar.kernels.ring`), backward's too. Empty where nothing has to be split, as above."""
+    backward = [op for op in graph.ops if op.direction == "backward" and rules[op.name].kind == "attention"]
+    whole = {_names(op.args[1:4]) for op in backward if not rules[op.name].alongside}  # a bias wants its gradient
+    found = _long(graph, rules, mesh, lambda op: bool(rules[op.name].alongside) and _names(op.args[:3]) not in whole)
     return {op.name: ROWS for op, size, ranks in found if size["s"] >= ROWS * ranks}
+
+
+def _names(tensors: Sequence[Any]) -> tuple[str, ...]:
+    return tuple(t.name for t in tensors)
 
 
 def _long(graph: Graph, rules: Mapping[str, Rule], mesh: Mesh, wanted: Callable[[Op], bool]) -> list[tuple[Op, dict[str, int], int]]:
