@@ -5,23 +5,25 @@ here. Results over blocks are merged by their log-sum-exps (Liu et al., Ring Att
 
     lse = log(e^lse1 + e^lse2),  out = out1 e^(lse1 - lse) + out2 e^(lse2 - lse)
 
-Backward has out and lse of all keys, from which each block's part follows. A block's dk and dv are sums over ranks: they go round one hop behind their keys, and after the
-last one go home. Blocks that no rank sees anything of are not visited: keys are handed on by as many ranks as it takes to the next that some rank does.
+Backward has out and lse of all keys, from which each block's part follows. A block's dk and dv are sums over ranks: they go round one hop behind their keys,
+and after the last one go home. Blocks that no rank sees anything of are not visited: keys are handed on by as many ranks as it takes to the next that some rank
+does.
 
-`autopar::ring_attention_v2` (q [B, Hq, Q, E], k [B, Hkv, S, E], v [B, Hkv, S, D], bias? [B|1, Hq|1, Q|1, S x ranks], is_causal, scale, q_index? [Q], before, after, place [], starts,
-run, hops, group, ranks) -> (out [B, Hq, Q, D], lse [B, Hq, Q]), as `autopar::attention_v2` has them; `ring_attention_backward_v2` (grad, q, k, v, out, lse, bias?, ...)
--> (dq, dk, dv).
+`autopar::ring_attention_v2` (q [B, Hq, Q, E], k [B, Hkv, S, E], v [B, Hkv, S, D], bias? [B|1, Hq|1, Q|1, S x ranks], is_causal, scale, q_index? [Q], before,
+after, place [], starts, run, hops, group, ranks) -> (out [B, Hq, Q, D], lse [B, Hq, Q]), as `autopar::attention_v2` has them; `ring_attention_backward_v2`
+(grad, q, k, v, out, lse, bias?, ...) -> (dq, dk, dv).
 
-- S keys are here of S x ranks. Key/value heads go round as they are, not repeated for the query heads that read them. The bias stays: it has all columns, in the order of the
-  sequence, of the queries that are here. It gets no gradient.
-- is_causal, or bounds: q_index, int64, is the global index of every query that is here; starts has that of the first of every `run` neighbouring keys, rank by rank. Queries lie
-  within such runs. Of a block, a run of queries sees all keys before it by a kernel without a mask, and its own by a causal one; blocks behind it are not computed.
-- before, after: a promise of the bias: query i sees no key before i - before nor behind i + after (below zero: no bound). Keys beyond are left out, and where both are
-  bounds, runs of queries are cut into strips (`autopar.graph.runs`).
+- S keys are here of S x ranks. Key/value heads go round as they are, not repeated for the query heads that read them. The bias stays: it has all columns, in
+  the order of the sequence, of the queries that are here. It gets no gradient.
+- is_causal, or bounds: q_index, int64, is the global index of every query that is here; starts has that of the first of every `run` neighbouring keys, rank by
+  rank. Queries lie within such runs. Of a block, a run of queries sees all keys before it by a kernel without a mask, and its own by a causal one; blocks
+  behind it are not computed.
+- before, after: a promise of the bias: query i sees no key before i - before nor behind i + after (below zero: no bound). Keys beyond are left out, and where
+  both are bounds, runs of queries are cut into strips (`autopar.graph.runs`).
 - hops: the blocks that are visited, by the hops to them, from 0 on.
 - place, 0-d int64: which rank of the group this one is. q_index and place are read on the host.
-- A row that sees no key gives zeros and passes no gradient; its lse is -inf. In a row whose every key a bias hides by a large finite number scores are lost: blocks count
-  by what the bias has of them.
+- A row that sees no key gives zeros and passes no gradient; its lse is -inf. In a row whose every key a bias hides by a large finite number scores are lost:
+  blocks count by what the bias has of them.
 
 When a body changes so must the name: compiled graphs are cached by name.
 """
@@ -55,8 +57,8 @@ class Part(NamedTuple):
 def parts(
     rows: Sequence[tuple[int, slice]] | None, starts: Sequence[int], run: int, keys: int, before: int, after: int, whole: bool
 ) -> list[Part]:
-    """rows: runs of queries with the global index of the first, None where all see all; starts: of the block's runs of keys, of which there are `keys`; whole: a bias
-    says what each query sees, causality as well."""
+    """rows: runs of queries with the global index of the first, None where all see all; starts: of the block's runs of keys, of which there are `keys`; whole:
+    a bias says what each query sees, causality as well."""
 
     def until(index: int) -> int:
         """How many keys of the block come before that of this global index."""
@@ -143,8 +145,8 @@ class _Ring:
 
 
 class _Even(NamedTuple):
-    """Rows in which every key that is not hidden altogether has so low a bias that scores are lost beside it. top, total: the largest bias of a row, and the sum over its
-    keys of e to what is less; is_lost: which rows those are; all [B|1, H|1, Q|1, 1]."""
+    """Rows in which every key that is not hidden altogether has so low a bias that scores are lost beside it. top, total: the largest bias of a row, and the
+    sum over its keys of e to what is less; is_lost: which rows those are; all [B|1, H|1, Q|1, 1]."""
 
     top: Tensor
     total: Tensor

@@ -1,6 +1,7 @@
 """Which indices of a dim the ranks of a group have, as runs of neighbours; and of attention over runs that go round, which of them queries reach.
 
-Of n ranks, rank r has its own runs of keys at first, and those of rank r - h after h hops. Query i sees keys i - before to i + after at most; a bound below zero is none.
+Of n ranks, rank r has its own runs of keys at first, and those of rank r - h after h hops. Query i sees keys i - before to i + after at most; a bound below
+zero is none.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ STRIP = 512  # neighbouring queries that one kernel computes where keys are boun
 
 
 def rank_by_rank(digits: Sequence[tuple[int, str | None]], size: int, axes: tuple[str, ...], mesh: Mesh) -> list[int]:
-    """The global indices that each rank of the group over `axes` has along a dim of `size`, in the order of its ranks: the first axis is the major one. digits: of the
-    placement (`Placement.digits`); without the minor ones, the first index of every run of neighbours."""
+    """The global indices that each rank of the group over `axes` has along a dim of `size`, in the order of its ranks: the first axis is the major one. digits:
+    of the placement (`Placement.digits`); without the minor ones, the first index of every run of neighbours."""
     out = []
     for at in itertools.product(*(range(mesh.axis_size(a)) for a in axes)):
         coordinate = dict(zip(axes, at, strict=True))
@@ -32,7 +33,8 @@ def rank_by_rank(digits: Sequence[tuple[int, str | None]], size: int, axes: tupl
 
 
 def runs_of(place: Placement, dim: int, axes: tuple[str, ...], mesh: Mesh) -> tuple[list[int], int]:
-    """Of what each rank of the group over `axes` has along `dim`, in the order of its ranks: the global index of the first of every run of neighbours, and how long a run is."""
+    """Of what each rank of the group over `axes` has along `dim`, in the order of its ranks: the global index of the first of every run of neighbours, and how
+    long a run is."""
     digits = place.digits(dim, mesh)
     run = digits.pop()[0] if digits and digits[-1][1] is None else 1
     return rank_by_rank(digits, place.shape[dim], axes, mesh), run
@@ -73,11 +75,12 @@ def visited(starts: tuple[int, ...], run: int, ranks: int, before: int, after: i
 
 @lru_cache(maxsize=4096)
 def rounds(starts: tuple[int, ...], run: int, ranks: int, before: int, after: int) -> Rounds:
-    """What is computed of each visited block, keys being cut off at the bounds. The busiest rank is the last one or one in the middle, whose queries see most on either side."""
+    """What is computed of each visited block, keys being cut off at the bounds. The busiest rank is one in the middle, whose queries see most on either side,
+    or, where a side has no bound, the last or the first one."""
     each, size = len(starts) // ranks, run * len(starts)
     owner = {s // run: i // each for i, s in enumerate(starts)}
     hops, wide, best = visited(starts, run, ranks, before, after), strip(run, before, after), Rounds((), -1, 0)
-    for r in {ranks - 1, ranks // 2}:
+    for r in sorted({ranks - 1, ranks // 2, 0}):
         pairs, kernels = dict.fromkeys(hops, 0), 0
         for first in starts[r * each : (r + 1) * each]:
             for at in range(first, first + run, wide):

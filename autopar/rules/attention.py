@@ -5,8 +5,8 @@
 An axis on
     b, g, r   splits samples and heads (from a split of the sequence to one of heads and back: all-to-all, as DeepSpeed-Ulysses, Jacobs et al., 2023)
     q         splits queries, each rank having all keys (they are gathered)
-    s         splits keys, and the same of the queries with them (`Rule.alongside`): keys and values go round (`autopar.kernels.ring`). As many queries as keys. A bias has
-              all columns, t, of the queries that are here; one that wants its gradient keeps backward's keys together.
+    s         splits keys, and the same of the queries with them (`Rule.alongside`): keys and values go round (`autopar.kernels.ring`). As many queries as keys.
+              A bias has all columns, t, of the queries that are here; one that wants its gradient keeps backward's keys together.
 """
 
 from __future__ import annotations
@@ -19,6 +19,14 @@ from autopar.rules.grammar import Line
 def _heads(q: Tensor, k: Tensor) -> tuple[int, int]:
     groups = k.shape[1]
     return groups, q.shape[1] // groups
+
+
+def bounds(op: Op) -> tuple[int, int]:
+    """What is known of the bias: how far before and behind it a query sees keys; below zero: as far as there are any."""
+    at = 11 if "_backward" in op.target else 7
+    before, after = op.arg(at, "before", -1), op.arg(at + 1, "after", -1)
+    assert isinstance(before, int) and isinstance(after, int)
+    return before, after
 
 
 def _bias(bias: Tensor, s: str) -> str:
