@@ -236,7 +236,8 @@ def _sum(node: fx.Node, given: list[Any], sign: int, val: torch.Tensor) -> Any:
     parts = [_Index((), int(x.value)) if isinstance(x, _Number) else x for x in (a, b)]
     if not all(isinstance(x, _Index) for x in parts):
         return None
-    return parts[0].difference(parts[1] if sign < 0 else parts[1].negative)
+    found = parts[0].difference(parts[1] if sign < 0 else parts[1].negative)
+    return _Index((0,) * (val.dim() - len(found.steps)) + found.steps, found.base)
 
 
 def _compared(name: str, a: Any, b: Any, val: torch.Tensor) -> Any:

@@ -85,6 +85,10 @@ MASKS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, int]]] = {
     ),
     "chosen": (lambda length: torch.where((_at()[1] <= _at()[0]), 0.0, INF), (-1, 0)),
     "a finite number": (lambda length: torch.where((_at()[1] <= _at()[0]) & (_at()[1] > _at()[0] - 3), 0.0, LOWEST), (2, 0)),
+    "from constants": (
+        lambda length: torch.arange(SEQ).unsqueeze(1) >= torch.arange(SEQ) - (torch.ones(SEQ, dtype=torch.int64) + 2).unsqueeze(0),
+        (-1, 3),
+    ),
     "itself": (_of(lambda q, k: k == q), (0, 0)),
     # nothing is known
     "documents": (lambda length: (length[:1, None] < torch.arange(SEQ)) == (length[:1, None] < torch.arange(SEQ)).T, (-1, -1)),
