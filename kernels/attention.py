@@ -6,12 +6,14 @@ and, with g the gradient of out and delta = sum_d g out (Dao et al., FlashAttent
 
     dv = p^T g,  ds = p (g v^T - delta),  dq = scale ds k,  dk = scale ds^T q,  dbias = ds
 
-`autopar::attention_v2` (q [B, Hq, Q, E], k [B, Hkv, S, E], v [B, Hkv, S, D], bias? [B|1, Hq|1, Q|1, S], is_causal, scale, q_index?)
+`autopar::attention_v2` (q [B, Hq, Q, E], k [B, Hkv, S, E], v [B, Hkv, S, D], bias? [B|1, Hq|1, Q|1, S], is_causal, scale, q_index?, before, after)
 -> (out [B, Hq, Q, D], lse [B, Hq, Q] in float32, float64 for doubles).
 
 - Hq is a multiple of Hkv: query head h reads key/value head h // (Hq / Hkv).
 - is_causal: query i sees keys 0 .. i. q_index [Q], int64: the global index of every query, where a rank has some of them only. Neighbouring queries are computed together, in two
   kernels whose results are merged: of their own keys, causal, and of all before. So there is no mask of queries x keys, and what causality hides is skipped (without a bias).
+- before, after: what is known of the bias, that query i sees no key before i - before nor behind i + after (below zero: nothing is known). It says so itself;
+  ring attention (`autopar.kernels.ring`) leaves out what is beyond.
 - A row that sees no key gives zeros and passes no gradient, as torch's attention does; its lse is -inf.
 - out, dq, dk and dv lie as torch's kernels make them, heads within queries or keys ([B, Q, H, D] in memory), so that what projects them reads them without a copy;
   operands may lie anyhow, elements of a head together.
@@ -292,7 +294,15 @@ def merged(out: Tensor, lse: Tensor, other: Tensor, its: Tensor) -> tuple[Tensor
 
 @torch.library.custom_op("autopar::attention_v2", mutates_args=())
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float, q_index: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    q_index: Tensor | None,
+    before: int = -1,
+    after: int = -1,
 ) -> tuple[Tensor, Tensor]:
     pieces = _pieces(q, k, is_causal, q_index) if bias is None else None
     if pieces is None:
@@ -306,14 +316,24 @@ def attention(
 
 
 @attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float, q_index: Tensor | None) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    q_index: Tensor | None,
+    before: int = -1,
+    after: int = -1,
+) -> tuple[Tensor, Tensor]:
     return _new(q, *q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=_wide(q.dtype))
 
 
 @torch.library.custom_op("autopar::attention_backward_v3", mutates_args=())
 def attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, is_causal: bool, scale: float,
-    q_index: Tensor | None, bias_grad: bool,
+    q_index: Tensor | None, bias_grad: bool, before: int = -1, after: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dbias); dbias is an empty tensor unless `bias_grad`."""
     pieces = _pieces(q, k, is_causal, q_index) if bias is None else None
@@ -336,25 +356,25 @@ def attention_backward(
 @attention_backward.register_fake
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, is_causal: bool, scale: float,
-    q_index: Tensor | None, bias_grad: bool,
+    q_index: Tensor | None, bias_grad: bool, before: int = -1, after: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dbias = bias.new_empty(bias.shape) if bias_grad and bias is not None else grad.new_empty((0,))
     return _new(q, *q.shape), _new(k, *k.shape), _new(v, *v.shape), dbias
 
 
 def _setup(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, bias, is_causal, scale, q_index = inputs
+    q, k, v, bias, is_causal, scale, q_index, before, after = inputs
     ctx.save_for_backward(q, k, v, output[0], output[1], bias, q_index)
-    ctx.rest = (is_causal, scale)
+    ctx.rest = (is_causal, scale, before, after)
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, bias, q_index = ctx.saved_tensors
-    is_causal, scale = ctx.rest
+    is_causal, scale, before, after = ctx.rest
     bias_grad = ctx.needs_input_grad[3]
-    dq, dk, dv, dbias = attention_backward(grad, q, k, v, out, lse, bias, is_causal, scale, q_index, bias_grad)
-    return dq, dk, dv, dbias if bias_grad else None, None, None, None
+    dq, dk, dv, dbias = attention_backward(grad, q, k, v, out, lse, bias, is_causal, scale, q_index, bias_grad, before, after)
+    return dq, dk, dv, dbias if bias_grad else None, None, None, None, None, None
 
 
 attention.register_autograd(_backward, setup_context=_setup)

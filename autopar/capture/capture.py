@@ -21,6 +21,7 @@ from torch import fx, nn
 
 from autopar import _torch
 from autopar.capture.as_strided import plain_windows
+from autopar.capture.bounds import bound_masks
 from autopar.capture.common_subexpressions import merge_equal
 from autopar.capture.effects import SetAnewError, WrittenBuffers, judge, made_by_torch, refuse_global_hooks, said, set_flags
 from autopar.capture.experts import install_experts
@@ -334,6 +335,7 @@ def capture(
         if plain_indices(gm, mode):
             _torch.drop_dead_code(gm)
         merge_equal(gm)
+        bound_masks(gm)
         settle_tags(gm)
         results = _torch.results_of(gm.graph)
         constants = {r.index: v for r, v in zip(roles_out, results, strict=True) if r.kind == "output" and not isinstance(v, fx.Node)}

@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping
 
 from autopar.cost import experts, loss_head
+from autopar.cost.ring import around
 from autopar.graph.graph import Op
 from autopar.graph.mesh import Mesh
 from autopar.rules.grammar import Rule
@@ -89,12 +90,14 @@ def seen(op: Op, rule: Rule) -> float:
 def _seen(op: Op, rule: Rule, strategy: Strategy, mesh: Mesh) -> float:
     """The share of a rank's (query, key) pairs that is computed, on the rank with the most: that of the last queries, if they are split.
 
-    The kernels skip what causality hides, half of a square, only where they are told of it: with a bias it comes as a mask, and all pairs are computed. Query i sees i + 1 keys
-    of s, and half of its own is counted. An axis of n ranks whose digit has stride t puts the last of them (n - 1) t / 2 behind the middle.
+    The kernels skip what causality hides, half of a square, only where they are told of it: with a bias it comes as a mask, and all pairs are computed, but in
+    a ring, for what its bounds leave (`ring.py`). Query i sees i + 1 keys of s, and half of its own is counted. An axis of n ranks whose digit has stride t
+    puts the last of them (n - 1) t / 2 behind the middle.
     """
     q, s = rule.factors["q"].size, rule.factors["s"].size
     if not is_causal(op):
-        return 1.0
+        bounded = around(op, rule, strategy, mesh)
+        return 1.0 if bounded is None else bounded.seen
     if not q or not s:
         return 0.0
     behind = sum((mesh.axis_size(a) - 1) * stride / 2 for a, (x, stride) in strategy.items() if x in ("q", "s"))

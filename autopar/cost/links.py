@@ -8,6 +8,7 @@ steps of the algorithm and the bytes over the busiest link:
                                cards, and is passed on m - 1 times inside:     max( V / (m NIC),  V (m - 1) / m / NVLink )
     all-to-all across nodes    of W - 1 partners m - 1 are near:               max( V (W - m) / (W - 1) / NIC,  V (m - 1) / (W - 1) / NVLink )
     send, to the next stage    the slowest hop:                                V / NIC, or V / NVLink where no hop leaves a node
+    jump, past neighbours      as if all of a node sent out of it
 
     steps      a ring passes W - 1 times, n - 1 of them between nodes; an all-reduce goes round twice; all-to-all has a message for every partner
     scatters   where the library's reduce-scatter is an all-reduce inside (`Cluster.scatters_whole`) it is priced as one: twice the bytes, twice the steps
@@ -32,7 +33,7 @@ from autopar.graph.mesh import Mesh
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.parts import CollectiveCurve
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "slice", "send", "ring")
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "slice", "send", "ring", "jump")
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,13 @@ FREE = CollectiveCost("intra", 0.0, 0.0)
 
 def collective(cluster: Cluster, mesh: Mesh, kind: str, axes: tuple[str, ...], wire_bytes: float) -> CollectiveCost:
     """wire_bytes: what a rank sends, as `redistribution.Step.wire_bytes` says. "send": to the next rank along `axes`, the last one to none;
-    "ring": the last one to the first, which leaves a node no more often."""
+    "ring": the last one to the first, which leaves a node no more often; "jump": to a rank further on."""
     assert kind in KINDS, kind
     w = mesh.sizes_product(axes)
     if kind == "slice" or w == 1:
         return FREE
-    if kind in ("send", "ring"):
-        return _send(cluster, mesh, axes, wire_bytes)
+    if kind in ("send", "ring", "jump"):
+        return _send(cluster, mesh, axes, wire_bytes, kind == "jump")
     m = members_on_node(mesh, frozenset(axes), cluster.devices_per_node)
     link = "intra" if m == w else "inter"
     if cluster.curves and (curves := _of_kind(cluster, kind, w, m)):
@@ -100,9 +101,9 @@ def _tree_steps_s(cluster: Cluster, w: int, m: int) -> float:
     return 2 * (math.ceil(math.log2(m)) * cluster.intra.step_s + math.ceil(math.log2(nodes)) * cluster.inter.step_s)
 
 
-def _send(cluster: Cluster, mesh: Mesh, axes: tuple[str, ...], nbytes: float) -> CollectiveCost:
+def _send(cluster: Cluster, mesh: Mesh, axes: tuple[str, ...], nbytes: float, is_jump: bool) -> CollectiveCost:
     near, far, per_node = cluster.intra, cluster.inter, cluster.devices_per_node
-    senders = _leaving(mesh, axes, per_node)
+    senders = per_node if is_jump and _leaving(mesh, axes, per_node) else _leaving(mesh, axes, per_node)
     if not senders:
         curves = [c for c in cluster.curves if c.kind == "send" and c.nodes == 1]
         seconds = _measured(curves, 2, nbytes) if curves else near.latency_s + nbytes / near.reached_Bps
@@ -111,7 +112,8 @@ def _send(cluster: Cluster, mesh: Mesh, axes: tuple[str, ...], nbytes: float) ->
     if far.tree is not None:
         devices = far.tree.leaf_nodes * per_node
         uplinks = devices * far.reached_Bps / far.tree.oversubscription
-        rate = min(rate, uplinks / max(1, _leaving(mesh, axes, devices)))
+        leaving = _leaving(mesh, axes, devices)
+        rate = min(rate, uplinks / max(1, devices if is_jump and leaving else leaving))
     return CollectiveCost("inter", far.latency_s + nbytes / rate, far.latency_s)
 
 

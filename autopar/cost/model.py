@@ -178,7 +178,7 @@ class Cost:
         return d.launch_s * launches + busy_s
 
     def collective(self, kind: str, axes: tuple[str, ...], wire_bytes: float) -> CollectiveCost:
-        """kind: "all_gather" | "reduce_scatter" | "all_reduce" | "all_to_all" | "slice" | "ring"; wire_bytes: what a rank sends."""
+        """kind: "all_gather" | "reduce_scatter" | "all_reduce" | "all_to_all" | "slice" | "ring" | "jump"; wire_bytes: what a rank sends."""
         return links.collective(self.cluster, self.mesh, kind, axes, wire_bytes)
 
     def optimizer_s(self, elements: float, bytes_per_element: float = ADAMW_BYTES, whole_elements: float = 0.0) -> float:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -31,21 +30,6 @@ class Part:
         sample, each = (index // self.right) % self.samples, self.samples // self.parts
         there = sample // each * (self.of // self.parts) + sample % each + first
         return (index // (self.right * self.samples) * self.of + there) * self.right + index % self.right
-
-
-def rank_by_rank(digits: Sequence[tuple[int, str | None]], size: int, axes: tuple[str, ...], mesh: Mesh) -> list[int]:
-    """The global indices that each rank of the group over `axes` has along a dim of `size`, in the order of its ranks: the first axis is the major one. digits: of the
-    placement (`Placement.digits`); without the minor ones, the first index of every run of neighbours."""
-    out = []
-    for at in itertools.product(*(range(mesh.axis_size(a)) for a in axes)):
-        coordinate = dict(zip(axes, at, strict=True))
-        index, stride = [0], size
-        for width, axis in digits:
-            stride //= width
-            here = range(width) if axis is None else [coordinate[axis]]
-            index = [i + d * stride for i in index for d in here]
-        out += index
-    return out
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from autopar.graph.runs import rank_by_rank
 from autopar.passes.local import local, operator
-from autopar.passes.local.context import Local, rank_by_rank
+from autopar.passes.local.context import Local
 from autopar.rules.experts import BACKWARD, FORWARD
 
 

@@ -100,7 +100,7 @@ def _work(phase: str, victim: bool, how: str, folder: str) -> None:
 def _ring(mesh: Any, phase: str, victim: bool, how: str) -> None:
     """Attention whose keys go round; a rank is lost at its first hop."""
     one, inputs = ZOO["llama"].build(1), ZOO["llama"].inputs(1, 32)
-    with split(2, "s", 1, 32):
+    with split(2, "s", 1):
         model = autopar.compile(one, mesh, backend="aot_eager", cluster="h100:8")
         loss = model(**inputs).loss
         loss.backward()

@@ -26,6 +26,7 @@ from autopar.planner.layout import Layout
 from autopar.planner.planning import plan_graph
 from autopar.planner.propagate import propagate
 from autopar.rules import lookup
+from autopar.rules.attention import bounds
 from autopar.simulate.price import price
 from autopar.solver.solve import Limits
 from tests.models import ZOO
@@ -41,8 +42,9 @@ def prepared(name: str, batch: int, seq: int) -> tuple[Prepared, dict[str, torch
     return prepare(zoo.build(2).train(), inputs, zoo.compile.get("loss_fn")), inputs
 
 
-def split_evenly(plan: Plan, graph: Graph, blocks: int, queries: int, letters: str = "q") -> Plan:
-    """`plan` with all axes on the queries of attention (q), or on its keys beside them (s; where there is a mask, q), within each of so many blocks; two letters: of the first axis, and of the others."""
+def split_evenly(plan: Plan, graph: Graph, blocks: int, letters: str = "q") -> Plan:
+    """`plan` with all axes on the queries of attention (q), or on its keys beside them (s; where these stay together, q), within each of so many blocks; two
+    letters: of the first axis, and of the others."""
     ops = dict(plan.ops)
     made: set[str] = set()  # what is no sum any more where keys are split
     for g in graph.ops:
@@ -52,7 +54,7 @@ def split_evenly(plan: Plan, graph: Graph, blocks: int, queries: int, letters: s
             made |= {t.name for t in g.outputs if t is not None}
         if op.kind == "attention":
             made |= {t.name for t in g.outputs if t is not None}
-            left, strategy = queries // blocks, {}
+            left, strategy = lookup(g).factors["q"].size // blocks, {}
             for i, a in enumerate(plan.mesh.axes):
                 left //= a.size
                 letter = letters[min(i, len(letters) - 1)]
@@ -82,7 +84,7 @@ def check(name: str, p: Prepared, inputs: dict[str, torch.Tensor], axes: Mapping
 CASES = [
     (name, axes, blocks, letters)
     for letters in ("q", "s", "sq", "qs")
-    for name in ("llama", "gpt2-attention", "qwen3", "gemma3")
+    for name in ("llama", "gpt2-attention", "qwen3", "gemma3", "bert-attention", "t5-attention")
     for axes, blocks in (({"a": 4}, 1), ({"a": 2}, 2), ({"a": 4}, 4), ({"dp": 2, "tp": 2}, 4))
     if len(letters) == 1 or len(axes) == 2
 ]
@@ -94,6 +96,8 @@ QUICK = [
     ("qwen3", {"dp": 2, "tp": 2}, 4, "s"),
     ("llama", {"dp": 2, "tp": 2}, 4, "sq"),
     ("llama", {"dp": 2, "tp": 2}, 4, "qs"),
+    ("gemma3", {"dp": 2, "tp": 2}, 4, "s"),
+    ("t5-attention", {"a": 4}, 1, "s"),
 ]
 
 
@@ -111,11 +115,21 @@ def run(name: str, axes: dict[str, int], blocks: int, letters: str, batch: int, 
     p, inputs = prepared(name, batch, seq)
     trainable = frozenset(n for n, q in p.model.named_parameters() if q.requires_grad)
     plan = propagate(p.graph, Layout.of("ddp" if batch > 1 else "tp", Mesh.of(axes)), axes, trainable)
-    plan = split_evenly(plan, p.graph, blocks, seq, letters)
+    plan = split_evenly(plan, p.graph, blocks, letters)
     if again:  # products and attention
         heavy = {op.name for op in p.graph.ops if op.direction == "forward" and lookup(op).kind in ("matmul", "attention")}
         plan = replace(plan, recompute=frozenset(heavy))
     check(name, p, inputs, axes, plan)
+
+
+def test_a_bias_that_is_trained_goes_round_no_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """T5's bias of positions, in the first layer of each stack, is every layer's; BERT's mask is not trained."""
+    monkeypatch.setattr(causal_balance, "ROWS", 2)
+    monkeypatch.setattr(causal_balance, "SHARE", 0.0)
+    for name, some in (("t5-attention", False), ("bert-attention", True)):
+        p, _ = prepared(name, 1, 32)
+        found = causal_balance.in_rings(p.graph, {op.name: lookup(op) for op in p.graph.ops}, Mesh.of({"a": 4}))
+        assert bool(found) == some, (name, found)
 
 
 def test_planned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,6 +158,27 @@ def test_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     cost = Cost.compiled(cluster(8), Mesh.of(axes), p.graph, {op.name: lookup(op) for op in p.graph.ops})
     got = price(parts, blocks.plan, p.graph, cost, TrainingConfig(trainable), "sim")
     assert math.isclose(got.step_time_s, blocks.plan.predicted["step_time_s"], rel_tol=1e-6), got
+
+
+def test_planned_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of a window go round, as far as it reaches; the program and the simulator agree on what that takes."""
+    monkeypatch.setattr(causal_balance, "ROWS", 2)
+    monkeypatch.setattr(causal_balance, "SHARE", 0.0)
+    p, inputs = prepared("gemma3", 1, 256)
+    axes = {"a": 8}
+    trainable = frozenset(n for n, q in p.model.named_parameters() if q.requires_grad)
+    plan = plan_graph(p.graph, axes, cluster(8), TrainingConfig(trainable), Limits(0.01, 60)).plan
+    attention = [op for op in p.graph.ops if lookup(op).kind == "attention"]
+    assert attention and all(bounds(op) == (5, 0) and {x for x, _ in plan.ops[op.name].strategy.values()} == {"s"} for op in attention)
+    check("gemma3", p, inputs, axes, plan)
+    with fake_world(8):
+        parts = overlap(simulated(p, axes, plan).parts, "sim")
+    rings = [n for n in parts.forward.graph.nodes if "ring_attention" in str(n.target)]
+    assert len(rings) == len(attention) // 2 and all(n.args[12] == [0, 1] for n in rings)
+    cost = Cost.compiled(cluster(8), Mesh.of(axes), p.graph, {op.name: lookup(op) for op in p.graph.ops})
+    got = price(parts, plan, p.graph, cost, TrainingConfig(trainable), "sim")
+    assert math.isclose(got.step_time_s, plan.predicted["step_time_s"], rel_tol=1e-6), got
+    assert sum(c.count for (_, serves, kind), c in got.collectives.items() if kind in ("ring", "jump")) == len(rings) * 3, got
 
 
 def main() -> None:

@@ -46,7 +46,9 @@ def _backward(
     return (*found, *([] if wanted else [grad.new_empty((0,))]))
 
 
-def _args(groups: int = H, bias: tuple[int, ...] | None = None, is_causal: bool = False, heads: int = H, width: int = E) -> Any:
+def _args(
+    groups: int = H, bias: tuple[int, ...] | None = None, is_causal: bool = False, heads: int = H, width: int = E, keys: int = S
+) -> Any:
     g = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -56,7 +58,7 @@ def _args(groups: int = H, bias: tuple[int, ...] | None = None, is_causal: bool 
     if bias is not None:
         mask = random(*bias).masked_fill(torch.rand(bias, generator=g) < 0.3, -math.inf)
         mask[0, 0, 0] = -math.inf  # a row that sees nothing
-    return (random(B, heads, Q, E), random(B, groups, S, E), random(B, groups, S, width), mask, is_causal, SCALE, None)
+    return (random(B, heads, Q, E), random(B, groups, keys, E), random(B, groups, keys, width), mask, is_causal, SCALE, None)
 
 
 def _grad_args(args: Any, wanted: bool) -> Any:
@@ -78,6 +80,12 @@ CASES: dict[str, tuple[Any, set[str]]] = {
     "bias of heads": (_args(bias=(1, H, Q, S)), {"b", "g", "q"}),
     "bias of grouped heads, causal": (_args(groups=4, bias=(1, H, Q, S), is_causal=True), {"b", "g", "r", "q"}),
     "whole bias": (_args(groups=4, bias=(B, H, Q, S)), {"b", "g", "r", "q"}),
+    # of as many keys as queries, which may go round
+    "ring": (_args(groups=4, keys=Q), {"b", "g", "r", "q", "s"}),
+    "ring, causal": (_args(groups=4, is_causal=True, keys=Q), {"b", "g", "r", "q", "s"}),
+    "ring, mask of samples": (_args(groups=2, bias=(B, 1, Q, Q), keys=Q), {"b", "g", "r", "q", "s"}),
+    "ring, mask of keys, causal": (_args(bias=(B, 1, 1, Q), is_causal=True, keys=Q), {"b", "g", "q", "s"}),
+    "ring, bias of heads": (_args(groups=4, bias=(1, H, Q, Q), keys=Q, width=D), {"b", "g", "r", "q", "s"}),
 }
 
 
@@ -99,9 +107,10 @@ def test_backward(case: str) -> None:
 
 @pytest.mark.parametrize("case", [c for c, (args, _) in CASES.items() if args[3] is not None])
 def test_backward_with_the_gradient_of_the_bias(case: str) -> None:
+    """Whose keys stay together."""
     args, letters = CASES[case]
     report = check(BACKWARD, _grad_args(args, True), reference=_backward)
-    assert report.letters == letters
+    assert report.letters == letters - {"s"}
     assert report.partials == {frozenset({0})}
 
 
@@ -178,3 +187,14 @@ def test_what_may_be_split() -> None:
         "r": "S(1/3), S(1/3), R, R, S(1/3), S(1/3), R -> S(1/3), P(sum), P(sum), P(sum)",
         "q": "S(2/6), S(2/6), R, R, S(2/6), S(2/6), S(2/6) -> S(2/6), P(sum), P(sum), S(2/6)",
     }
+
+
+def test_a_ring_has_all_columns_of_its_mask() -> None:
+    """Of the queries that are here, where it tells them apart."""
+    args = _args(groups=2, bias=(B, 1, Q, Q), keys=Q)
+    assert _placements(FORWARD, args)["s"] == "S(2/6), S(2/6), S(2/6), S(2/6) -> S(2/6), S(2/6)"
+    assert _placements(BACKWARD, _grad_args(args, False))["s"] == (
+        "S(2/6), S(2/6), S(2/6), S(2/6), S(2/6), S(2/6), S(2/6) -> S(2/6), S(2/6), S(2/6), R"
+    )
+    args = _args(groups=2, bias=(B, 1, 1, Q), keys=Q)
+    assert _placements(FORWARD, args)["s"] == "S(2/6), S(2/6), S(2/6), R -> S(2/6), S(2/6)"

@@ -8,11 +8,13 @@ sequence is cut into m blocks, in all operators that have it: one more place for
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from autopar.cost.compute import flops, is_causal
 from autopar.graph.graph import Graph, Op
 from autopar.graph.mesh import Mesh
+from autopar.rules.attention import bounds
 from autopar.rules.grammar import Rule
 
 BLOCKS = (8, 4, 2)
@@ -23,17 +25,30 @@ SHARE = 1 / 8  # attention's of forward's FLOPs: balance wins at most half of it
 def balancing_cuts(graph: Graph, rules: Mapping[str, Rule], mesh: Mesh) -> dict[tuple[str, str], int]:
     """(op, letter) -> the stride at which blocks of its queries begin. Empty where samples are enough for all devices, or attention is little of the work."""
     found = {}
-    for op, size, ranks in _long(graph, rules, mesh, is_causal):
+    for op, size, ranks in _long(graph, rules, mesh, lambda op: is_causal(op) or (bool(rules[op.name].alongside) and _sees_all_before(op))):
         blocks = next((m for m in BLOCKS if size["q"] % (m * mesh.size) == 0 and size["q"] >= ROWS * m * ranks), None)
         if blocks is not None:
             found[op.name, "q"] = size["q"] // blocks
     return found
 
 
+def _sees_all_before(op: Op) -> bool:
+    """Whether a mask hides what is behind a query, by its own program, and else what it likes: a ring need not compute that (`autopar.cost.ring`)."""
+    before, after = bounds(op)
+    return before < 0 <= after
+
+
 def in_rings(graph: Graph, rules: Mapping[str, Rule], mesh: Mesh) -> dict[str, int]:
-    """op -> how many neighbouring keys a rank has at least, of attention whose keys may go round (`autopar.kernels.ring`). Empty where nothing has to be split, as above."""
-    found = _long(graph, rules, mesh, lambda op: bool(rules[op.name].alongside))
+    """op -> how many neighbouring keys a rank has at least, of attention whose keys may go round (`autopar.kernels.ring`), backward's too. Empty where nothing
+    has to be split, as above."""
+    backward = [op for op in graph.ops if op.direction == "backward" and rules[op.name].kind == "attention"]
+    whole = {_names(op.args[1:4]) for op in backward if not rules[op.name].alongside}  # a bias wants its gradient
+    found = _long(graph, rules, mesh, lambda op: bool(rules[op.name].alongside) and _names(op.args[:3]) not in whole)
     return {op.name: ROWS for op, size, ranks in found if size["s"] >= ROWS * ranks}
+
+
+def _names(tensors: Sequence[Any]) -> tuple[str, ...]:
+    return tuple(t.name for t in tensors)
 
 
 def _long(graph: Graph, rules: Mapping[str, Rule], mesh: Mesh, wanted: Callable[[Op], bool]) -> list[tuple[Op, dict[str, int], int]]:
