@@ -21,7 +21,7 @@ from autopar.predict.work import Transfer, Workload
 from autopar.search.lower_bound import Pieces
 from autopar.text.strict_json import JsonError, parse, read_bytes, short
 
-FORM = 2
+FORM = 3
 
 
 class Cache:

@@ -24,6 +24,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Plan
 from autopar.planner import offline
 from autopar.planner.axes import PIPELINE, said
+from autopar.planner.imbalance import EVEN
 from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.layout import Layout
 from autopar.planner.memory import Memory
@@ -66,6 +67,7 @@ def plan(
     loss_head: str = "auto",
     schedule: str | None = None,
     virtual_stages: int | None = None,
+    imbalance: float = EVEN,
 ) -> Plan:
     """The best plan of one training step of `model` on `cluster`.
 
@@ -78,14 +80,15 @@ def plan(
     layout. loss_head: whether a linear layer under a cross-entropy makes all its logits ("plain"), or makes them tile by tile and again in backward ("chunked"); "auto": both
     are planned where that may matter (`autopar.planner.loss_head`). options: "seconds" from the call to the plan, "gap", "memory_bytes" of this process. progress: called with a stage's name and its seconds (`autopar.text.stages` says with what else). in_subprocess: captures two depths of the model at
     once, one in a forked process: not where other threads run or CUDA is in use. schedule, virtual_stages: of the pipeline that a mesh with an axis "pp" is, as for
-    `autopar.compile` (`autopar.planner.pipelined`).
+    `autopar.compile` (`autopar.planner.pipelined`). imbalance: of routed experts that are split over ranks, rows of the fullest
+    rank over the mean, which is what is priced (`autopar.planner.imbalance`); 1.0: even load.
 
-    Raises InfeasibleError when nothing fits, CaptureError, MeshError, ClusterError, LayoutError.
+    Raises InfeasibleError when nothing fits, CaptureError, MeshError, ClusterError, LayoutError; AutoparError for an imbalance that cannot be.
     """
     how: dict[str, Any] = {
         "loss_fn": loss_fn, "precision": precision, "optimizer": optimizer, "grad_accumulation": grad_accumulation, "micro_batches": micro_batches,
         "layout": layout, "memory": memory, "offload": offload, "options": options, "progress": progress, "in_subprocess": in_subprocess, "loss_head": loss_head,
-        "schedule": schedule, "virtual_stages": virtual_stages,
+        "schedule": schedule, "virtual_stages": virtual_stages, "imbalance": imbalance,
     }  # fmt: skip
     if mesh is not None or not _is_free(how):
         return offline.plan(model, inputs, cluster, mesh, **how)
@@ -151,7 +154,7 @@ def may_save_s(plan: Plan) -> float:
 def faster(model: nn.Module, inputs: Inputs, where: Cluster, best: Plan | None, how: Mapping[str, Any]) -> list[Ranked]:
     """Hand layouts with a pipeline on all devices that take less than `best`."""
     depths = [k for k in range(2, where.size + 1) if where.size % k == 0]
-    same = {k: how[k] for k in ("loss_fn", "precision", "optimizer", "in_subprocess")}
+    same = {k: how[k] for k in ("loss_fn", "precision", "optimizer", "in_subprocess", "imbalance")}
     memory = how.get("memory")
     return search(
         model, inputs, where, global_batch=batch_of(inputs), top_k=2 * TRIED, memory=None if isinstance(memory, str) else memory,

@@ -17,7 +17,7 @@ from autopar.predict.pieces import Piece
 from autopar.predict.work import Task, Workload
 
 Pieces = tuple[Piece, ...]
-_HELD = ("saved_bytes", "spared_bytes", "input_bytes", "scores_bytes", "largest_bytes", "params", "shared", "routed")
+_HELD = ("saved_bytes", "spared_bytes", "input_bytes", "scores_bytes", "largest_bytes", "params", "shared", "routed", "experts_bytes")
 
 
 def shared(pieces: Sequence[Piece], ways: int) -> Pieces:

@@ -14,6 +14,7 @@ from torch import nn
 from autopar.capture.in_subprocess import beside
 from autopar.errors import LayoutError
 from autopar.hardware.cluster import Cluster
+from autopar.planner.imbalance import EVEN
 from autopar.planner.layout import Layout
 from autopar.planner.precision import Precision
 from autopar.planner.task import Task
@@ -37,6 +38,7 @@ class MicroBatches:
     precision: Precision | str | torch.dtype | None
     cache: Cache
     in_subprocess: bool = False
+    imbalance: float = EVEN
     tasks: dict[int, Task] = field(default_factory=dict)
     solved: dict[Share, Pieces | None] = field(default_factory=dict)
     _keys: dict[Share, str] = field(default_factory=dict)
@@ -80,7 +82,9 @@ class MicroBatches:
 
     def task(self, size: int) -> Task:
         if size not in self.tasks:
-            self.tasks[size] = captured(self.model, self.inputs, size, self.cluster, self.loss_fn, self.precision, None, self.in_subprocess)
+            self.tasks[size] = captured(
+                self.model, self.inputs, size, self.cluster, self.loss_fn, self.precision, None, self.in_subprocess, self.imbalance
+            )
         return self.tasks[size]
 
     def key(self, share: Share) -> str:
