@@ -85,6 +85,11 @@ def ranks_of(rule: Rule, strategy: Strategy, mesh: Mesh) -> int:
     return mesh.sizes_product(_axes(rule, strategy, mesh))
 
 
+def rows_bytes(op: Op, n: Mapping[str, int]) -> float:
+    """Of one exchange at even load, if no row was there already."""
+    return float(_rows(n) * n["d"] * _itemsize(op))
+
+
 def exchanged(
     op: Op, rule: Rule, strategy: Strategy, ins: tuple[Placement, ...], mesh: Mesh, imbalance: float = 1.0
 ) -> tuple[tuple[str, tuple[str, ...], float], ...]:

@@ -36,6 +36,7 @@ class Piece:
     possible); scores_bytes: of one matrix of attention scores; largest_bytes: of the largest result of forward. params: elements that a device
     holds; shared: of those, elements that an earlier piece has too (tied); routed: of those, elements of routed experts. tensors: of all others, elements of a parameter
     and how many there are of so many. experts_bytes: what routed experts take while they run, besides operands and results (the fullest rank's).
+    exchanges: of them, in which half, bytes of all rows of one, how many: they are there also where all experts are on one device, and nothing is sent.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Piece:
     routed: float = 0.0
     tensors: tuple[tuple[float, float], ...] = ()
     experts_bytes: float = 0.0
+    exchanges: tuple[tuple[str, float, float], ...] = ()
 
 
 @dataclass
@@ -62,6 +64,7 @@ class _Draft:
     recompute: list[Workload] = field(default_factory=list)
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     tensors: dict[float, float] = field(default_factory=lambda: defaultdict(float))
+    exchanges: dict[tuple[str, float], float] = field(default_factory=lambda: defaultdict(float))
 
 
 def pieces(found: Found, fusion: str = "compiled") -> tuple[Piece, ...]:
@@ -346,10 +349,10 @@ class _Reader:
             draft = self.drafts[self.place[op.name]]
             if experts.is_experts(op):
                 rule, split = self.rules[op.name], self.placed(op)[0]
-                nbytes = experts.workspace_bytes(
-                    op, rule, split, compute.local_sizes(rule, split, self.mesh), self.mesh, self.cost.imbalance
-                )
+                n = compute.local_sizes(rule, split, self.mesh)
+                nbytes = experts.workspace_bytes(op, rule, split, n, self.mesh, self.cost.imbalance)
                 draft.sums["experts"] = max(draft.sums["experts"], nbytes)
+                draft.exchanges[op.direction, experts.rows_bytes(op, n)] += experts.EXCHANGES[op.target] * self.share(op)
             if op.direction == "backward":
                 continue
             written = self.share_of(op).writes
@@ -414,4 +417,5 @@ class _Reader:
             name, self.copies(i) if i % 2 else 0, Workload.together(d.forward), Workload.together(d.backward), Workload.together(d.recompute),
             s["saved"], s["spared"], s["input"], s["scores"], s["largest"], s["params"], s["shared"], s["routed"],
             tuple(sorted(d.tensors.items())), s["experts"],
+            tuple((half, nbytes, often) for (half, nbytes), often in sorted(d.exchanges.items())),
         )  # fmt: skip

@@ -76,7 +76,7 @@ def search(
         )
     micros = MicroBatches(model, inputs, where, how, loss_fn, precision, Cache(cache), in_subprocess, imbalance)
     bounds = Bounds(space, where, how, optimizer, budget_bytes)
-    prices = Prices(bounds, type(model).__name__, global_batch, tokens_of(inputs), precision)
+    prices = Prices(bounds, type(model).__name__, global_batch, tokens_of(inputs), precision, imbalance)
     found = BestFirst(space, bounds, prices, micros, top_k, progress or (lambda p: None), below_s).run()
     if not found and math.isinf(below_s):
         raise InfeasibleError(

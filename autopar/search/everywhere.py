@@ -4,7 +4,7 @@
     2. hand layouts with a pipeline that are faster, by the same prices   (`autopar.search`, best first, with the plan's time as what is to be beaten)
     3. of the best of them the mesh and the number of micro-batches: planned, with free choice of all else, the schedule included (`autopar.planner.schedules`)
 
-So no hand layout with a pipeline is faster than the answer, but for those of which there was no time to look, which it says. The second is left out where it could save little: a plan
+So no hand layout with a pipeline is faster than the answer, but for those that share experts, and those of which there was no time to look, which it says. The second is left out where it could save little: a plan
 takes no longer than its work, what it makes again for want of memory, and what communication adds; a pipeline takes nothing away but of the last two.
 """
 
@@ -152,13 +152,13 @@ def may_save_s(plan: Plan) -> float:
 
 
 def faster(model: nn.Module, inputs: Inputs, where: Cluster, best: Plan | None, how: Mapping[str, Any]) -> list[Ranked]:
-    """Hand layouts with a pipeline on all devices that take less than `best`."""
+    """Hand layouts with a pipeline on all devices that take less than `best`. None of them shares experts: on the same mesh the planner does, where that is faster."""
     depths = [k for k in range(2, where.size + 1) if where.size % k == 0]
     same = {k: how[k] for k in ("loss_fn", "precision", "optimizer", "in_subprocess", "imbalance")}
     memory = how.get("memory")
     return search(
         model, inputs, where, global_batch=batch_of(inputs), top_k=2 * TRIED, memory=None if isinstance(memory, str) else memory,
-        options={"pp": depths, "offload": bool(how.get("offload")), "idle": False}, below_s=_seconds(best), **same,
+        options={"pp": depths, "ep": (1,), "offload": bool(how.get("offload")), "idle": False}, below_s=_seconds(best), **same,
     )  # fmt: skip
 
 
