@@ -19,6 +19,8 @@ from autopar.hardware.cluster import Cluster
 from autopar.pipeline import Lists
 from autopar.plan.plan import Plan
 from autopar.planner.axes import PIPELINE
+from autopar.planner.imbalance import EVEN, refuse_more
+from autopar.planner.imbalance import checked as checked_load
 from autopar.planner.layout import Layout
 from autopar.planner.loss_head import checked as checked_form
 from autopar.planner.micro_batches import AUTO
@@ -59,6 +61,7 @@ def compile(
     virtual_stages: int | None = None,
     loss_head: str = "auto",
     elastic: Elastic | None = None,
+    imbalance: float = EVEN,
 ) -> ParallelModule:
     """Makes `model` train on `mesh` as it would on one device.
 
@@ -94,6 +97,8 @@ def compile(
     loss_head: whether a linear layer under a cross-entropy makes all its logits ("plain") or makes them tile by tile, and again in backward ("chunked"); "auto": by the planner,
         as is faster or fits, and "plain" in a hand layout. Where a step is asked for its logits it has them.
     elastic: what of a run started by `python -m autopar.run` is to be survived, for a training loop by `autopar.elastic.Session`; default: nothing, at no cost.
+    imbalance: of routed experts that are split over ranks, rows of the fullest rank over the mean, which is what is priced (1.0: even
+        load); a given plan has its own. A rank that gets more warns of it, once.
     options: of the solver: "seconds" it may take (60), relative "gap" at which it stops (0.01).
 
     Collective: all ranks call it alike, and a rank with other arguments, another model or another program is refused on all. One rank plans.
@@ -115,6 +120,7 @@ def compile(
         raise AutoparError(
             f"bucket_collectives={bucket_collectives!r} is neither True nor False", fix="lengths that batches are padded to are buckets="
         )
+    checked_load(imbalance, 1)
     lengths = checked(buckets)
     if lengths is not None and loss_fn is not None:
         raise AutoparError(
@@ -123,7 +129,7 @@ def compile(
         )
     if layout is not None and plan is not None:
         raise AutoparError("layout= and plan= both say how to split the model", fix="pass one of them, or neither to have it planned")
-    request = PlanRequest.of(plan, memory, cluster, options, offload)
+    request = PlanRequest.of(plan, memory, cluster, options, offload, imbalance)
     number = checked_number(micro_batches, outputs, layout is not None, None if request.plan is None else request.plan.micro_batches)
     find: Callable[..., Plan] | None = None
     where = None if isinstance(mesh, str) else mesh
@@ -140,6 +146,7 @@ def compile(
         find = partial(
             find, loss_fn=loss_fn, cluster=cluster, precision=precision, optimizer=optimizer, memory=memory, offload=offload, options=options,
             micro_batches=1 if outputs == "all" else micro_batches, grad_accumulation=grad_accumulation, loss_head=loss_head,
+            imbalance=imbalance,
         )  # fmt: skip
         where = None
     if where is None and request.plan is not None:
@@ -147,6 +154,7 @@ def compile(
     if elastic is None:
         refuse_apart()
     device_mesh = imagined_mesh(where) if elastic is not None and joins() else _device_mesh(where)
+    refuse_more(imbalance, device_mesh.size(), f"{device_mesh.size()} ranks")
     lists = schedule_of(device_mesh, schedule, virtual_stages, number, outputs, request.plan)
     config = Config(
         loss_fn, inputs, layout, Precision.of(precision), optimizer, grad_accumulation, backend, outputs, request, dynamic, lengths,

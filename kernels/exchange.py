@@ -36,5 +36,6 @@ def over_group(body: Body, group: str) -> Any:
             ask = next(body) if answer is None else body.send(answer)
         except StopIteration as e:
             return e.value
-        later = _torch.exchanged(ask.rows, ask.send, ask.receive, group)
-        answer = later if ask.is_later else later()
+        later, is_later = _torch.exchanged(ask.rows, ask.send, ask.receive, group), ask.is_later
+        del ask  # rows that were sent are the body's, to be let go of
+        answer = later if is_later else later()

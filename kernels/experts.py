@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.kernels.exchange import Body, Exchange, over_group
+from autopar.kernels.expert_load import tell
 from autopar.kernels.gates import gate as gate_of
 
 # ---- rows ----------------------------------------------------------------------------------------------------------
@@ -82,6 +83,7 @@ def _route(index: Tensor, here: int, ranks: int, order: Sequence[int]) -> Genera
     sizes = torch.stack(
         [counts.view(ranks, here).sum(1), got.view(ranks, here).sum(1)]
     ).tolist()  # on the host: what is exchanged has to be allocated
+    tell(sum(sizes[1]), flat.numel())
     local = torch.arange(here, device=flat.device).repeat(ranks).repeat_interleave(got)
     return _Route(by_expert, tokens, sizes[0], sizes[1], torch.argsort(local, stable=True), got.view(ranks, here).sum(0).tolist())
 
@@ -148,7 +150,11 @@ def forward_body(
     r = yield from _route(index, w1.shape[0], ranks, order)
     rows = yield from r.go(x[r.tokens])
     h = _add(_product(rows, up, r.counts), b1, r.counts)
-    y = _add(_product(gate_of(gate).forward(h), down, r.counts), b2, r.counts)
+    del rows  # what is done with goes: rows are the most of what an operator takes (`autopar.cost.experts`)
+    a = gate_of(gate).forward(h)
+    del h
+    y = _add(_product(a, down, r.counts), b2, r.counts)
+    del a
     y = yield from r.back(y)
     weighted = r.in_order(y).view(*index.shape, y.shape[1]) * scores.unsqueeze(-1)
     return weighted.sum(1).to(x.dtype)
@@ -171,14 +177,21 @@ def backward_body(
     if b2 is not None:
         ds = ds + (g * _repeated(b2, r.counts)).sum(-1, keepdim=True)
     dy = (g * s).to(w2.dtype)
-    dh = gate_of(gate).backward(h, (unweighted * s).to(w2.dtype))
-    dw2, dw1 = _outer(a, dy, r.counts), _outer(rows, dh, r.counts)
+    del g
+    dw2 = _outer(a, dy, r.counts)
+    db2 = grad.new_empty((0,)) if b2 is None else _sums(dy, r.counts)
+    del a, dy
+    da = (unweighted * s).to(w2.dtype)
+    del unweighted
+    dh = gate_of(gate).backward(h, da)
+    del h, da
+    dw1 = _outer(rows, dh, r.counts)
+    del rows
     dx = r.in_order((yield from r.back(_product(dh, up.mT, r.counts)))).view(*index.shape, x.shape[1]).sum(1)
     ds = r.in_order((yield from r.back(ds.to(scores.dtype)))).view(scores.shape)
     if not transposed:
         dw1, dw2 = dw1.mT.contiguous(), dw2.mT.contiguous()
     db1 = grad.new_empty((0,)) if b1 is None else _sums(dh, r.counts)
-    db2 = grad.new_empty((0,)) if b2 is None else _sums(dy, r.counts)
     return dx.to(x.dtype), ds, dw1, dw2, db1, db2
 
 

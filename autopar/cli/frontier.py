@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli.options import AsJson, Batch, Computed, Devices, Model, Sequence, writable
+from autopar.cli.options import AsJson, Batch, Computed, Devices, Imbalance, Model, Sequence, writable
 from autopar.cli.planned import Accumulation, Axes, Gap, Hand, Head, Layers, Micro, Offloaded, Optimizer, Step
 from autopar.errors import AutoparError
 
@@ -25,6 +25,7 @@ def frontier(
     points: Annotated[int, typer.Option(min=2, help="at most so many plans")] = 20,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="draw them, as HTML")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="write the points here, as JSON")] = None,
+    imbalance: Imbalance = 1.0,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Plan from the fastest step to the one of least memory, and say what changes between."""
@@ -50,6 +51,7 @@ def frontier(
         gap,
         micro_batches=micro_batches,
         loss_head=loss_head,
+        imbalance=imbalance,
     )
     found = asked.ask("frontier", points=points)
     if as_json:

@@ -26,6 +26,11 @@ How = Annotated[str, typer.Option("--runtime", help="what software runs it: auto
 StateOf = Annotated[str, typer.Option("--optimizer", help="whose state memory is counted: adamw, adamw-fused, adamw8bit, sgd, ...")]
 SomeLayers = Annotated[int | None, typer.Option("--layers", min=1, help="only so many of the model's layers")]
 
+Imbalance = Annotated[
+    float,
+    typer.Option(help="tokens of the fullest rank over the mean, where routed experts are split over ranks; 1.0: even load"),
+]
+
 
 def built(model: str, layers: int | None, batch: int, seq: int) -> tuple[Any, dict[str, tuple[int, ...]]]:
     """The model on the meta device, and the shapes of a batch. What captures it is imported here too: torch's compiler, which takes seconds."""

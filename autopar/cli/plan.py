@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli.options import AsJson, Batch, Computed, Devices, Model, Sequence, writable
+from autopar.cli.options import AsJson, Batch, Computed, Devices, Imbalance, Model, Sequence, writable
 from autopar.cli.planned import (
     Accumulation,
     Axes,
@@ -33,6 +33,7 @@ def plan(
     optimizer: Optimizer = "adamw", grad_accumulation: Accumulation = 1, micro_batches: Micro = None, memory: Memory = None, offload: Offloaded = None, layout: Hand = None,
     loss_head: Head = "auto", schedule: Order = None, virtual_stages: Chunks = None, time_limit: TimeLimit = None, gap: Gap = None, planning_memory: PlanningMemory = None,
     output: Annotated[str | None, typer.Option("--output", "-o", metavar="FILE", help="write the plan here; - is standard output")] = None,
+    imbalance: Imbalance = 1.0,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Plan a training step; needs no device, no weights and no network."""
@@ -60,6 +61,7 @@ def plan(
         loss_head,
         schedule,
         virtual_stages,
+        imbalance,
     )
     made = asked.ask("plan")
     from autopar.plan import schema as plan_schema

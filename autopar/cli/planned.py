@@ -95,12 +95,14 @@ class Step:
     loss_head: str = "plain"
     schedule: str | None = None
     virtual_stages: int | None = None
+    imbalance: float = 1.0
 
     def check(self, mesh: str | dict[str, int] | None) -> None:
         """Raises what the planner would raise of these words after seconds of imports and of building the model."""
         from autopar.cost.optimizers import kind_of
         from autopar.graph.mesh import Mesh
         from autopar.hardware.cluster import Cluster
+        from autopar.planner.imbalance import checked as checked_load
         from autopar.planner.layout import Layout
         from autopar.planner.loss_head import checked
         from autopar.planner.offload import Offload
@@ -110,6 +112,7 @@ class Step:
         refuse_unfilled(axes, where)
         kind_of(self.optimizer)
         checked(self.loss_head)
+        checked_load(self.imbalance, where.size)
         Offload.of(self.offload, where)
         if self.layout is not None:
             Layout.of(self.layout, Mesh.of({n: s for n, s in axes.items() if n != PIPELINE} or {"dp": 1}))
@@ -145,7 +148,7 @@ class Step:
             return does(
                 module, shapes, self.cluster, shape,
                 precision=self.precision, optimizer=self.optimizer, grad_accumulation=self.grad_accumulation, micro_batches=micro, layout=self.layout,
-                memory=budget, offload=self.offload, loss_head=self.loss_head, options=options or None, progress=on_progress, in_subprocess=cli_options.alone and is_worthwhile(), **asked,
+                memory=budget, offload=self.offload, loss_head=self.loss_head, imbalance=self.imbalance, options=options or None, progress=on_progress, in_subprocess=cli_options.alone and is_worthwhile(), **asked,
             )  # fmt: skip
 
 

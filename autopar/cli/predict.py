@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli.options import AsJson, Batch, Computed, Devices, How, Model, Sequence, SomeLayers, StateOf, built
+from autopar.cli.options import AsJson, Batch, Computed, Devices, How, Imbalance, Model, Sequence, SomeLayers, StateOf, built
 from autopar.cli.screen import Screen
 from autopar.planner.layout import RECOMPUTE, Layout
 
@@ -31,6 +31,7 @@ def predict(
     runtime: How = "autopar",
     precision: Computed = "bf16",
     optimizer: StateOf = "adamw",
+    imbalance: Imbalance = 1.0,
     layers: SomeLayers = None,
     as_json: AsJson = False,
 ) -> None:
@@ -40,14 +41,16 @@ def predict(
         sequence_parallel=sequence_parallel,
     )  # fmt: skip
     from autopar.hardware.cluster import Cluster
+    from autopar.planner.imbalance import checked, refuse_more
 
     layout.replicas(Cluster.of(cluster).size)  # said before a model is built
+    refuse_more(checked(imbalance, Cluster.of(cluster).size), layout.ep, f"ep={layout.ep} ranks")
     with Screen("predicting") as on_progress:
         module, shapes = built(model, layers, batch, seq)
         from autopar.predict import predict as run
 
         done = run(
-            module, shapes, cluster, layout, global_batch=batch, runtime=runtime, precision=precision, optimizer=optimizer, progress=on_progress,
+            module, shapes, cluster, layout, global_batch=batch, runtime=runtime, precision=precision, optimizer=optimizer, progress=on_progress, imbalance=imbalance,
         )  # fmt: skip
     if as_json:
         from autopar.cli.documents import prediction_document

@@ -67,7 +67,7 @@ def _asked(name: str, plan: Any, model: str, precision: str, optimizer: str) -> 
         calls, budget = plan.profile.micro_batches // plan.micro_batches, plan.predicted.get("budget_bytes")
         again = offline.plan(
             module, shapes, plan.cluster, plan.mesh_axes, precision=precision, optimizer=optimizer, grad_accumulation=calls, layout=layout, memory=budget,
-            micro_batches=plan.micro_batches, offload=",".join(sorted(set(plan.offload.values()))) or None,
+            micro_batches=plan.micro_batches, imbalance=plan.imbalance, offload=",".join(sorted(set(plan.offload.values()))) or None,
         )  # fmt: skip
         if again.fingerprint != plan.fingerprint:
             raise AutoparError(

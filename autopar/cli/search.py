@@ -17,7 +17,21 @@ import typer
 from rich.console import Console
 
 from autopar.cli import options as cli_options
-from autopar.cli.options import INTERRUPTED, AsJson, Batch, Computed, Devices, How, Model, Sequence, SomeLayers, StateOf, built, writable
+from autopar.cli.options import (
+    INTERRUPTED,
+    AsJson,
+    Batch,
+    Computed,
+    Devices,
+    How,
+    Imbalance,
+    Model,
+    Sequence,
+    SomeLayers,
+    StateOf,
+    built,
+    writable,
+)
 from autopar.cli.screen import Screen
 from autopar.text.sizes import parse_bytes
 from autopar.text.times import format_time
@@ -39,6 +53,7 @@ def search(
     memory: Annotated[str | None, typer.Option(help="of a device: 70GB, 64GiB, or bytes; without it what the device has")] = None,
     precision: Computed = "bf16",
     optimizer: StateOf = "adamw",
+    imbalance: Imbalance = 1.0,
     layers: SomeLayers = None,
     cache: Annotated[Path | None, typer.Option(metavar="FILE", help="keeps what was solved: an interrupted search goes on with it")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="write what was found here, as JSON")] = None,
@@ -50,8 +65,9 @@ def search(
             writable(path, "What was found", where)
     budget = None if memory is None else parse_bytes(memory, "--memory")
     from autopar.hardware.cluster import Cluster
+    from autopar.planner.imbalance import checked
 
-    Cluster.of(cluster)  # an error is said before a model is built
+    checked(imbalance, Cluster.of(cluster).size)  # an error is said before a model is built
     screen = Screen("searching")
     seen = _Seen(screen)
     with _interruptible(seen):
@@ -63,7 +79,7 @@ def search(
 
                 found = run(
                     module, shapes, cluster, global_batch=batch, top_k=top, runtime=runtime, memory=budget, precision=precision, optimizer=optimizer,
-                    progress=seen.on_progress, cache=cache, in_subprocess=cli_options.alone and is_worthwhile(),
+                    progress=seen.on_progress, cache=cache, imbalance=imbalance, in_subprocess=cli_options.alone and is_worthwhile(),
                 )  # fmt: skip
         except KeyboardInterrupt:
             if seen.best:

@@ -1,8 +1,12 @@
-"""What routed experts (`autopar.kernels.experts`) compute, move and exchange on one rank, at even load: R = T K rows in all, as many on every rank.
+"""What routed experts (`autopar.kernels.experts`) compute, move and exchange on one rank. R = T K: rows of its own tokens, for K experts each; S:
+rows that its experts get.
 
-    FLOPs      forward 2 R (D G + F D): both products. Backward makes h again: 2 R D G three times (h, dh -> dx, dW1), 2 R F D twice (da, dW2)
-    memory     besides operands and results: rows sorted and put back, what stands between the products
-    exchange   over the axes that split experts: rows of x to their experts and of y back; backward x, the gradient, and dx: R D values each
+    load       S = R at even load. Where experts are split over W ranks the fullest of them gets S = min(imbalance, W) R: all wait for it, so it is
+               what is priced
+    FLOPs      forward 2 S (D G + F D): both products. Backward makes h again: 2 S D G three times (h, dh -> dx, dW1), 2 S F D twice (da, dW2)
+    memory     besides operands and results, at the worst moment of the body: rows, what stands between the products, gradients of both; of a gate as SwiGLU is
+    exchange   over the axes that split experts: rows of x to their experts and of y back; backward x, the gradient, and dx: S D values each, but for the
+               W-th part that stays
 
 G = u F are the features of the first product (u = 2 with a gate), F of the second. Arithmetic of Megatron Core's dropless dispatch.
 """
@@ -41,23 +45,61 @@ def moved_bytes(op: Op, n: Mapping[str, int]) -> float:
     return float(_rows(n) * values * _itemsize(op))
 
 
-def workspace_bytes(op: Op, n: Mapping[str, int]) -> float:
-    """What is there while it runs: rows of x and y, and between the products; backward has the gradients of all of them."""
+def workspace_bytes(op: Op, rule: Rule, strategy: Strategy, n: Mapping[str, int], mesh: Mesh, imbalance: float = 1.0) -> float:
+    """What is there while it runs, on the fullest rank. Where experts are split, rows are there as they were sent and as they came."""
+    is_exchanged, load = ranks_of(rule, strategy, mesh) > 1, load_of(rule, strategy, mesh, imbalance)
     d, g, f = n["d"], n["u"] * n["f"], n["f"]
-    values = 2 * d + g + f if op.target == FORWARD else 3 * d + 2 * g + 3 * f
-    return float(_rows(n) * values * _itemsize(op))
+    own, size = _rows(n), _itemsize(op)
+    received, backward = load * own, op.target == BACKWARD
+    w = max(
+        1.0, DTYPE_BYTES.get(op.inputs[2 + backward].dtype, 4) / size
+    )  # scores in float32, as many routers have them, make what they meet as wide
+    if backward:
+        cast = w > 1
+        scores = (1 + w) * d + g + (2 + w + w * cast) * f  # where their gradient is made
+        second = (1 + 2 * w + cast) * d + g + 2 * f
+        gated = d + 3 * g + f  # x, h, the gradient of a; that of h, from its parts
+        most = received * max(scores, second, gated)
+        on_the_way = received * (g + 2 * d) + own * d
+    else:
+        added = 1 if op.args[5] is None else 3  # with a bias: a product, the bias of every row, their sum
+        most = received * (max(d + added * g, g + 2 * f, f + added * d) + d * is_exchanged)
+        most = max(most, own * (2 + w) * d)  # put in order and weighted
+        on_the_way = received * 2 * d + own * d
+    return float(size * max(most, on_the_way * is_exchanged))
+
+
+def load_of(rule: Rule, strategy: Strategy, mesh: Mesh, imbalance: float) -> float:
+    """Rows of the fullest rank's experts, of as many as all have at even load. imbalance: that is said of them; more than all rows cannot come to one rank."""
+    axes = _axes(rule, strategy, mesh)
+    return min(imbalance, float(mesh.sizes_product(axes))) if axes else 1.0
+
+
+def _axes(rule: Rule, strategy: Strategy, mesh: Mesh) -> tuple[str, ...]:
+    """Those that split experts."""
+    return tuple(a.name for a in mesh.axes if a.size > 1 and strategy.get(a.name, ("", 0))[0] in rule.pairs)
+
+
+def ranks_of(rule: Rule, strategy: Strategy, mesh: Mesh) -> int:
+    """Over how many ranks experts are split."""
+    return mesh.sizes_product(_axes(rule, strategy, mesh))
+
+
+def rows_bytes(op: Op, n: Mapping[str, int]) -> float:
+    """Of one exchange at even load, if no row was there already."""
+    return float(_rows(n) * n["d"] * _itemsize(op))
 
 
 def exchanged(
-    op: Op, rule: Rule, strategy: Strategy, ins: tuple[Placement, ...], mesh: Mesh
+    op: Op, rule: Rule, strategy: Strategy, ins: tuple[Placement, ...], mesh: Mesh, imbalance: float = 1.0
 ) -> tuple[tuple[str, tuple[str, ...], float], ...]:
-    """(kind, axes, bytes a rank sends) of each exchange."""
-    axes = tuple(a.name for a in mesh.axes if a.size > 1 and strategy.get(a.name, ("", 0))[0] in rule.pairs)
+    """(kind, axes, bytes that the fullest rank takes, or gives back) of each exchange."""
+    axes = _axes(rule, strategy, mesh)
     if not axes:
         return ()
     at, width = ins[op.target == BACKWARD], mesh.sizes_product(axes)
     tokens, features = at.local_shape(mesh)
-    sent = tokens * _chosen(op) * features * _itemsize(op) * (width - 1) / width
+    sent = load_of(rule, strategy, mesh, imbalance) * tokens * _chosen(op) * features * _itemsize(op) * (width - 1) / width
     return (("all_to_all", axes, sent),) * EXCHANGES[op.target]
 
 

@@ -27,7 +27,9 @@ from typing import NamedTuple
 from autopar.cost import compute, experts, links, loss_head, memory, ring
 from autopar.cost.fusion import Fused, Share, fused
 from autopar.cost.links import CollectiveCost
+from autopar.cost.op_collectives import inside
 from autopar.cost.recompute import LEAST, Halves, halves
+from autopar.cost.ring import Within
 from autopar.errors import MeshError
 from autopar.graph.graph import Graph, Op
 from autopar.graph.mesh import Mesh
@@ -72,12 +74,14 @@ class Beside(NamedTuple):
 @dataclass(frozen=True)
 class Cost:
     """Prices on `cluster`, whose devices `mesh` arranges. fused: what memory-bound ops read and write in company (`fusion.fused`);
-    ops that it does not name are taken by themselves. halves: what they do where backward makes some of it again."""
+    ops that it does not name are taken by themselves. halves: what they do where backward makes some of it again.
+    imbalance: of routed experts that are split over ranks, rows of the fullest rank over the mean."""
 
     cluster: Cluster
     mesh: Mesh
     fused: Fused | None = None
     halves: Halves = field(default_factory=Halves)
+    imbalance: float = 1.0
 
     def __post_init__(self) -> None:
         if self.mesh.size > self.cluster.size:
@@ -114,7 +118,9 @@ class Cost:
             moved = memory.moved_bytes(op, ins, outs, self.mesh, share.reads, share.writes)
         moved += memory.again_bytes(op, ins, self.mesh)
         if experts.is_experts(op):
-            moved += experts.moved_bytes(op, compute.local_sizes(rule, strategy, self.mesh))
+            load = experts.load_of(rule, strategy, self.mesh, self.imbalance)
+            flops *= load
+            moved += load * experts.moved_bytes(op, compute.local_sizes(rule, strategy, self.mesh))
         if rule.kind == "random" and self.fused is None and outs[0] is not None:
             moved += DRAW_BYTES * math.prod(outs[0].local_shape(self.mesh))
             launches += DRAW_CALLS
@@ -127,6 +133,10 @@ class Cost:
         if rule.alongside and (merge := ring.merging(op, rule, strategy, compute.local_sizes(rule, strategy, self.mesh), self.mesh))[0]:
             return OpCost(seconds + self.kernel_s("cheap", "", 0.0, *merge), flops, moved + merge[0], launches + merge[1])
         return OpCost(seconds, flops, moved, launches)
+
+    def inside(self, op: Op, rule: Rule, strategy: Strategy, ins: tuple[Placement, ...]) -> tuple[Within, ...]:
+        """The collectives that one run of `op` has inside."""
+        return inside(op, rule, strategy, ins, self.mesh, self.imbalance)
 
     def waits_s(self, seconds: float, beside_s: float) -> float:
         """Of a collective of `seconds`, beside what the device computes in `beside_s`: how long the device waits, and what it loses meanwhile."""

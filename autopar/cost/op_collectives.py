@@ -26,20 +26,20 @@ _SOFTMAX = {"_softmax": 2, "_log_softmax": 2, "_safe_softmax": 2, "_softmax_back
 MEAN, SUM = 1, 2
 
 
-def inside(op: Op, rule: Rule, strategy: Strategy, ins: tuple[Placement, ...], mesh: Mesh) -> tuple[Within, ...]:
-    """Each of them."""
+def inside(op: Op, rule: Rule, strategy: Strategy, ins: tuple[Placement, ...], mesh: Mesh, imbalance: float = 1.0) -> tuple[Within, ...]:
+    """Each of them. imbalance: of routed experts (`experts.load_of`)."""
     if rule.kind == "attention":
         return hops(op, rule, strategy, local_sizes(rule, strategy, mesh), mesh)
-    return tuple(Within(*c) for c in _blocking(op, rule, strategy, ins, mesh))
+    return tuple(Within(*c) for c in _blocking(op, rule, strategy, ins, mesh, imbalance))
 
 
 def _blocking(
-    op: Op, rule: Rule, strategy: Strategy, ins: tuple[Placement, ...], mesh: Mesh
+    op: Op, rule: Rule, strategy: Strategy, ins: tuple[Placement, ...], mesh: Mesh, imbalance: float
 ) -> tuple[tuple[str, tuple[str, ...], float], ...]:
     """(kind, axes, bytes a rank sends) of each."""
     name = base_name(op)
     if experts.is_experts(op):
-        return experts.exchanged(op, rule, strategy, ins, mesh)
+        return experts.exchanged(op, rule, strategy, ins, mesh, imbalance)
     if loss_head.is_loss_head(op):
         return loss_head.exchanged(op, strategy, ins, mesh)
     if name in ("nll_loss_forward", "nll_loss2d_forward"):

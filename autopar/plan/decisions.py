@@ -118,6 +118,7 @@ class Decisions:
     )  # repeated stack -> layers that share policies, first to last, if cut
     together: int = 1  # neighbouring layers that have policies of their own, the same in every so many (`solver.fold.grouped`)
     micro_batches: int = 1  # that a call is run as, one after the other; all else is said of one of them, but times of a step
+    imbalance: float = 1.0  # rows of the fullest rank over the mean, as assumed where routed experts are split over ranks
     pipeline: PipelineChoice | None = None  # `mesh_axes` are then of one stage
     modules: dict[str, str] = field(default_factory=dict)  # op of forward -> path of the module it came from, for the report
     # What planning says of it; a hand layout says nothing.

@@ -26,7 +26,7 @@ from autopar.graph.placement import Placement
 from autopar.plan.checks import Checker, PlanError, contradiction, mesh_of
 from autopar.plan.decisions import CollectiveUse, Decisions, OpChoice, ParamChoice, PipelineChoice
 from autopar.plan.profile_schema import ProfileModel, profile_of, profile_rows
-from autopar.plan.schema_types import STRICT, Flag, Number, Positive, Rows, Short, Size, Table, Text, Value
+from autopar.plan.schema_types import STRICT, AtLeastOne, Flag, Number, Positive, Rows, Short, Size, Table, Text, Value
 from autopar.text.strict_json import JsonError, parse, read_bytes, short
 
 SCHEMA_VERSION = 1
@@ -125,6 +125,7 @@ class PlanModel(_Model):
     segments: Short[tuple[Text, Table[Positive]]] = []
     together: Positive = 1
     micro_batches: Positive = 1
+    imbalance: AtLeastOne = 1.0
     pipeline: PipelineModel | None = None
     cluster: Text = ""
     activations: dict[Policy, Rows[Text]] = {}
@@ -324,6 +325,7 @@ def _file(plan: Decisions) -> FileModel:
         "segments": sorted(plan.segments.items()),
         "together": plan.together,
         "micro_batches": plan.micro_batches,
+        "imbalance": float(plan.imbalance),
         "pipeline": None if plan.pipeline is None else asdict(plan.pipeline),
         "cluster": plan.cluster,
         "activations": policies,
@@ -406,6 +408,7 @@ def _decode(file: FileModel, kind: type[P]) -> P:
         segments={name: tuple(counts) for name, counts in m.segments},
         together=m.together,
         micro_batches=m.micro_batches,
+        imbalance=m.imbalance,
         pipeline=None if m.pipeline is None else _pipeline(m.pipeline, m.micro_batches),
         modules=modules,
         cluster=m.cluster,

@@ -12,6 +12,7 @@ Size = Annotated[int, Field(strict=True, ge=0, le=1 << 62)]
 Positive = Annotated[int, Field(strict=True, ge=1, le=1 << 62)]
 Whole = Annotated[int, Field(strict=True, ge=-(1 << 63), lt=1 << 63)]
 Number = Annotated[float, Field(strict=True)]
+AtLeastOne = Annotated[float, Field(strict=True, ge=1.0)]
 Flag = Annotated[bool, Field(strict=True)]
 Value = Text | Whole | Number
 

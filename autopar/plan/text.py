@@ -37,17 +37,19 @@ PREDICTED = {
     "peak_memory_bytes",
     "budget_bytes",
     "blocking_collectives",
+    "expert_rows",
 }
 PREDICTED |= {f"{stage}_s" for stage in STAGES} | {*BUCKETED} | {"forward_alone_s", "backward_alone_s", "contended_once_s"}
 # Operators of ours that stand in the place of several, and what they do.
 FUSED = {"autopar.linear_log_prob_v1.default": "a linear layer under a cross-entropy, whose logits are made tile by tile"}
 # What the letters of a rule are called; any other operator's are told as they are.
+EXPERTS = "autopar.experts_v1"
 LETTERS = {
     "aten.mm": {"m": "tokens", "k": "in", "n": "out"},
     "aten.bmm": {"b": "batch", "m": "rows", "k": "in", "n": "columns"},
     "aten.embedding": {"d0": "batch", "d1": "sequence", "v": "vocabulary", "d": "features"},
     "autopar.linear_log_prob_v1": {"t": "tokens", "v": "vocabulary"},
-    "autopar.experts_v1": {"t": "tokens", "f": "features", **{f"x{i}": "experts" for i in range(16)}},
+    EXPERTS: {"t": "tokens", "f": "features", **{f"x{i}": "experts" for i in range(16)}},
     "autopar.attention_v2": {"b": "batch", "g": "heads", "r": "query heads", "q": "queries", "s": "ring"},
 }
 SAID = {
@@ -64,6 +66,7 @@ def text(plan: Decisions) -> str:
     lines += _pipeline(plan)
     lines += _accumulated(plan)
     lines += _blocks(plan)
+    lines += _experts(plan)
     lines += _collectives(plan)
     lines.append(f"fallbacks (ops without a rule, replicated): {plan.fallbacks or 'none'}")
     lines += [f"fused: {said}, {n} x" for target, said in FUSED.items() if (n := sum(t == target for t in plan.targets.values()))]
@@ -106,6 +109,20 @@ def _accumulated(plan: Decisions) -> Iterator[str]:
     trained = [c for c in plan.params.values() if c.trainable]
     for how, n in sorted(Counter(summed(c) for c in trained if c.accumulated is not None).items()):
         yield f"{how}: {n} of {len(trained)} parameters"
+
+
+def _experts(plan: Decisions) -> Iterator[str]:
+    """Over how many ranks routed experts are split, and what load the plan assumes of them."""
+    ways = {
+        math.prod(plan.mesh.axis_size(a) for a, (letter, _) in c.strategy.items() if LETTERS[EXPERTS].get(letter) == "experts")
+        for op, c in plan.ops.items()
+        if plan.targets.get(op, "").startswith(EXPERTS)
+    } - {1}
+    if ways:
+        rows = plan.predicted.get("expert_rows")
+        even = "" if rows is None else f", {rows:,.0f} rows a rank and layer at even load"
+        fullest = "as many" if plan.imbalance == 1 else f"{plan.imbalance:g} times as many"
+        yield f"routed experts: split over {' and '.join(map(str, sorted(ways)))} ranks{even}; {fullest} assumed on the fullest (imbalance {plan.imbalance:g})"
 
 
 def _pipeline(plan: Decisions) -> Iterator[str]:

@@ -60,7 +60,7 @@ class Attempt:
 
     def view(self, segments: Mapping[str, Sequence[int]] | None = None) -> View:
         """Of the graph with its layers cut so; without, the same one each time."""
-        return view(self.folded, self.mesh, self.cluster, self.training.fuses, segments)
+        return view(self.folded, self.mesh, self.cluster, self.training.fuses, self.training.imbalance, segments)
 
     def formulated(
         self,

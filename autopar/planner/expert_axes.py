@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from autopar.cost.compute import local_sizes
+from autopar.cost.experts import is_experts, ranks_of
 from autopar.errors import LayoutError
 from autopar.graph.graph import Graph, Op
 from autopar.graph.mesh import Mesh
+from autopar.plan.decisions import OpChoice
 from autopar.planner.layout import Layout
+from autopar.rules import lookup
 from autopar.rules.grammar import Rule
 
 
@@ -43,6 +47,18 @@ def expert_params(graph: Graph, rules: Mapping[str, Rule]) -> set[str]:
         return False
 
     return {t.name for t in graph.params.values() if is_read(t.name)}
+
+
+def exchanged_rows(graph: Graph, chosen: Mapping[str, OpChoice], mesh: Mesh) -> dict[str, float]:
+    """Of experts that are split over ranks, rows of a rank at even load, in one layer, the most of all: what a plan predicts of them."""
+    rows = 0
+    for op in graph.ops:
+        if is_experts(op) and op.name in chosen:
+            rule, strategy = lookup(op), chosen[op.name].strategy
+            if ranks_of(rule, strategy, mesh) > 1:
+                n = local_sizes(rule, strategy, mesh)
+                rows = max(rows, n["t"] * n["k"])
+    return {"expert_rows": float(rows)} if rows else {}
 
 
 def check_experts(graph: Graph, rules: Mapping[str, Rule], layout: Layout, mesh: Mesh) -> None:

@@ -21,6 +21,8 @@ from autopar.planner.axes import PIPELINE as AXIS
 from autopar.planner.axes import mesh_axes, said
 from autopar.planner.explain import Explanation, explain_graph
 from autopar.planner.frontier import Frontier
+from autopar.planner.imbalance import EVEN
+from autopar.planner.imbalance import checked as checked_load
 from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.layout import Layout
 from autopar.planner.loss_head import AUTO as ANY_FORM
@@ -58,6 +60,7 @@ def plan(
     progress: Callable[[str, float], None] | None = None,
     in_subprocess: bool = False,
     loss_head: str = "auto",
+    imbalance: float = EVEN,
     schedule: str | None = None,
     virtual_stages: int | None = None,
 ) -> Plan:
@@ -73,11 +76,12 @@ def plan(
 
     where = Cluster.of(cluster)
     axes = mesh_axes(mesh, where)
+    checked_load(imbalance, where.size)
 
     def captured(m: int, on: Cluster = where, mesh: str | Mapping[str, int] | None = mesh) -> Task:
         return task(
             model, inputs, on, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, on_progress, in_subprocess, m,
-            None if number == 1 else captures, loss_head,
+            None if number == 1 else captures, loss_head, imbalance,
         )  # fmt: skip
 
     batch = batch_size(tuple(Tensor("", shape, "") for shape in shapes_of(inputs))) or 1
@@ -123,11 +127,13 @@ def frontier(
     progress: Callable[[str, float], None] | None = None,
     in_subprocess: bool = False,
     loss_head: str = "plain",
+    imbalance: float = EVEN,
 ) -> Frontier:
     """Plans from the fastest to the one of least memory: `plan.frontier()` of what `plan` makes of the same arguments, without making it. mesh: default nodes x devices, also
     where `plan` would take another.
 
     points: at most so many. memory: no plan that needs more; default any, also more than a device has. loss_head: "plain" or "chunked". options: "seconds" are for all points.
+    imbalance: as for `plan`.
     """
     on_progress = Progress(progress)
     if checked_form(loss_head) == ANY_FORM:
@@ -137,9 +143,10 @@ def frontier(
         raise AutoparError(
             "a frontier ends at the least memory anyway", fix="leave memory= out, or give the most bytes that a plan may need"
         )
+    checked_load(imbalance, Cluster.of(cluster).size)
     t = task(
         model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, on_progress, in_subprocess, micro_batches,
-        None, loss_head,
+        None, loss_head, imbalance,
     )  # fmt: skip
     most = math.inf if request.budget_bytes is None else request.budget_bytes
     found = frontier_of(t, points, limits_of(options), on_progress, layout, most)
@@ -167,6 +174,7 @@ def explain(
     progress: Callable[[str, float], None] | None = None,
     in_subprocess: bool = False,
     loss_head: str = "auto",
+    imbalance: float = EVEN,
 ) -> Explanation:
     """Why the plan that `plan` makes of the same arguments does not have `op` at `placement`, or what that would cost. mesh: default nodes x devices, also where `plan`
     would take another.
@@ -175,9 +183,10 @@ def explain(
     "tp:out" (a loop, as `print(plan)` or the operator's rule names it), "Shard(1) over tp" (a dim of the result or of the parameter) or "Replicate over dp".
     """
     on_progress = Progress(progress)
+    checked_load(imbalance, Cluster.of(cluster).size)
     t = task(
         model, inputs, cluster, mesh, loss_fn, precision, optimizer, grad_accumulation, memory, offload, on_progress, in_subprocess, micro_batches,
-        None, loss_head,
+        None, loss_head, imbalance,
     )  # fmt: skip
     limits, least = limits_of(options), Memory.of(memory).least
 

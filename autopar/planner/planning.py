@@ -17,6 +17,7 @@ from autopar.planner import budgets
 from autopar.planner.axes import better_batches, divides_poorly
 from autopar.planner.best_cut import WORTH
 from autopar.planner.budgets import GRACE
+from autopar.planner.expert_axes import exchanged_rows
 from autopar.planner.figures import figures, once_s
 from autopar.planner.formulation.apply import apply, blocking
 from autopar.planner.formulation.instead import Instead
@@ -307,6 +308,7 @@ def plan_of(step: Step, done: Found, budget_bytes: float) -> Plan:
             "blocking_collectives": blocking(done.problem, done.names, found.decision, done.formulated.wires),
             "budget_bytes": budget_bytes,
             **estimated(told, done.formulated.cost),
+            **exchanged_rows(folded.graph, plan.ops, step.mesh),
         },
         solver={
             "objective_s": found.objective_s,

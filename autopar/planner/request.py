@@ -23,6 +23,7 @@ from autopar.plan.plan import Plan
 from autopar.planner.explain import explain_graph
 from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.frontier import frontier_graph
+from autopar.planner.imbalance import check_experts
 from autopar.planner.kept_plans import kept, key_of
 from autopar.planner.layout import Layout
 from autopar.planner.memory import Memory
@@ -39,7 +40,7 @@ from autopar.text.log import log, timed
 @dataclass(frozen=True)
 class PlanRequest:
     """plan: one that was made before; memory_bytes: budget of a device (None: what it has, less its reserve); least: the plan of the smallest peak, not the
-    fastest; cluster: None: this machine; offload: as in `autopar.compile`."""
+    fastest; cluster: None: this machine; offload, imbalance: as in `autopar.compile`."""
 
     plan: Plan | None = None
     memory_bytes: float | None = None
@@ -47,6 +48,7 @@ class PlanRequest:
     limits: Limits = field(default_factory=Limits)
     offload: Offload | str | bool | None = None
     least: bool = False
+    imbalance: float = 1.0
 
     @staticmethod
     def of(
@@ -55,6 +57,7 @@ class PlanRequest:
         cluster: str | Cluster | None,
         options: Mapping[str, float] | None,
         offload: Offload | str | bool | None = None,
+        imbalance: float = 1.0,
     ) -> PlanRequest:
         """From the arguments of `autopar.compile`; reads a plan's file."""
         if not (plan is None or isinstance(plan, (Plan, str, os.PathLike))):
@@ -63,7 +66,9 @@ class PlanRequest:
         most = Memory.of(memory)
         limits = limits_of(options)
         given = plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan))
-        return PlanRequest(given, most.budget_bytes, None if cluster is None else Cluster.of(cluster), limits, offload, most.least)
+        return PlanRequest(
+            given, most.budget_bytes, None if cluster is None else Cluster.of(cluster), limits, offload, most.least, imbalance
+        )
 
 
 def limits_of(options: Mapping[str, float] | None) -> Limits:
@@ -114,6 +119,7 @@ def training_config(
     grad_accumulation: int = 1,
     micro_batches: int = 1,
     joins: bool = True,
+    imbalance: float = 1.0,
 ) -> TrainingConfig:
     """stored: dtypes of the parameters as they are stored; optimizer: a name or a class, one of unknown memory counts as Adam."""
     kind = kind_of(optimizer)
@@ -129,6 +135,7 @@ def training_config(
         micro_batches=grad_accumulation * micro_batches,
         in_a_row=micro_batches,
         joins=joins,
+        imbalance=imbalance,
     )
 
 
@@ -144,6 +151,7 @@ def make_plan(
     if request.plan is not None:
         return storable(refit(request.plan, folded))
     assert cluster is not None
+    check_experts(folded.graph, s.imbalance)
     target = cluster
 
     def planned() -> Plan:

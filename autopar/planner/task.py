@@ -33,6 +33,7 @@ from autopar.planner.formulation.instead import Instead
 from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.found import Found
 from autopar.planner.frontier import Frontier, frontier_graph
+from autopar.planner.imbalance import EVEN, check_experts
 from autopar.planner.layout import Layout
 from autopar.planner.loss_head import AUTO as ANY_FORM
 from autopar.planner.loss_head import CHUNKED, PLAIN, may_matter
@@ -88,6 +89,7 @@ def task(
     micro_batches: int = 1,
     captures: Captures | None = None,
     loss_head: str = PLAIN,
+    imbalance: float = EVEN,
 ) -> Task:
     """Checks the arguments of `plan` and captures the model, at the size of a micro-batch (the largest, where they differ). captures: of the whole batch, by the
     parameters of the module that was captured: those of other numbers of micro-batches are made of the same."""
@@ -147,6 +149,7 @@ def task(
 
     def of(form: str) -> Task:
         folded = program(model, partial(captured, form=form), at_once if in_subprocess and not seen else None)
+        check_experts(folded.graph, imbalance)
         made = training_config(
             {n: q.dtype for n, q in params.items()},
             frozenset(n for n in folded.graph.params if params[n].requires_grad),
@@ -155,6 +158,7 @@ def task(
             budget,
             grad_accumulation,
             micro_batches,
+            imbalance=imbalance,
         )
         return Task(model, folded, axes, where, Offload.of(offload, where).within(made, where), form)
 

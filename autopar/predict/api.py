@@ -16,6 +16,8 @@ from torch import nn
 from autopar.errors import InputError
 from autopar.hardware.cluster import Cluster
 from autopar.planner.found import Found
+from autopar.planner.imbalance import EVEN, refuse_more
+from autopar.planner.imbalance import checked as checked_load
 from autopar.planner.layout import Layout
 from autopar.planner.planning import Step
 from autopar.planner.precision import Precision
@@ -40,19 +42,22 @@ def predict(
     precision: Precision | str | torch.dtype | None = "bfloat16",
     optimizer: str | type[torch.optim.Optimizer] = "adamw",
     progress: Callable[[str, float], None] | None = None,
+    imbalance: float = EVEN,
 ) -> Prediction:
     """Prices a step of `model` under a hand layout; nothing is computed, the model may lie on the meta device.
 
     inputs: keyword arguments of a call, tensors or shapes (a shape is taken for token ids); their dim 0 is the batch, whatever its size there. layout: sizes
     (`Layout(tp=8, pp=4, ...)`); what they leave of the cluster's devices is data parallel. global_batch: sequences of a step, over all devices.
-    runtime: what software runs it (`autopar.predict.RUNTIMES`); ours by default.
+    runtime: what software runs it (`autopar.predict.RUNTIMES`); ours by default. imbalance: where ep ranks share routed experts, rows of the fullest of them over the
+    mean, which is what is priced; 1.0: even load, as in most published figures.
 
-    Raises LayoutError where sizes do not divide, InputError, CaptureError, ClusterError.
+    Raises LayoutError where sizes do not divide, InputError, CaptureError, ClusterError; AutoparError for an imbalance that ep ranks cannot have.
     """
     where, how = Cluster.of(cluster), Runtime.of(runtime)
     sharded_over(layout, layout.replicas(where.size))  # what is refused is so before anything is captured
-    found = micro_batch(model, inputs, where, layout, how, loss_fn, precision, progress)
-    return priced(found, type(model).__name__, where, layout, how, global_batch, tokens_of(inputs), precision, optimizer)
+    refuse_more(checked_load(imbalance, where.size), layout.ep, f"ep={layout.ep} ranks")
+    found = micro_batch(model, inputs, where, layout, how, loss_fn, precision, progress, imbalance)
+    return priced(found, type(model).__name__, where, layout, how, global_batch, tokens_of(inputs), precision, optimizer, imbalance)
 
 
 def priced(
@@ -65,8 +70,9 @@ def priced(
     tokens: int,
     precision: Precision | str | torch.dtype | None,
     optimizer: str | type[torch.optim.Optimizer],
+    imbalance: float = EVEN,
 ) -> Prediction:
-    """found: a micro-batch's pieces; tokens: of a sequence."""
+    """found: a micro-batch's pieces; tokens: of a sequence; imbalance: that the pieces were made at."""
     done = step(found, layout, runtime, cluster, global_batch, optimizer)
     p = Precision.of(precision)
     dtype = str(p.param).removeprefix("torch.") if p.param is not None else "float32"
@@ -75,7 +81,7 @@ def priced(
         model=model, cluster=cluster.name, devices=cluster.size, layout=layout, runtime=runtime.name,
         global_batch=global_batch, micro_batches=done.micro_batches, tokens=global_batch * tokens,
         step_time_s=done.step_time_s, parts_s=done.parts_s, memory_bytes=done.peak_bytes, usable_bytes=device.usable_bytes, layers=done.layers,
-        peak_flops=device.peak(dtype), model_flops=done.model_flops, square_flops=done.square_flops,
+        peak_flops=device.peak(dtype), model_flops=done.model_flops, square_flops=done.square_flops, imbalance=imbalance,
     )  # fmt: skip
 
 
@@ -88,9 +94,10 @@ def micro_batch(
     loss_fn: Callable[..., torch.Tensor] | None = None,
     precision: Precision | str | torch.dtype | None = "bfloat16",
     progress: Callable[[str, float], None] | None = None,
+    imbalance: float = EVEN,
 ) -> tuple[Piece, ...]:
     """The pieces of a micro-batch of one replica, on the devices that share it."""
-    return pieces(solved(model, inputs, cluster, layout, loss_fn, precision, progress), runtime.fusion)
+    return pieces(solved(model, inputs, cluster, layout, loss_fn, precision, progress, imbalance), runtime.fusion)
 
 
 def solved(
@@ -101,9 +108,12 @@ def solved(
     loss_fn: Callable[..., torch.Tensor] | None = None,
     precision: Precision | str | torch.dtype | None = "bfloat16",
     progress: Callable[[str, float], None] | None = None,
+    imbalance: float = EVEN,
 ) -> Found:
     """The integer program's answer for that micro-batch: every operator's strategy is the layout's."""
-    return answered(captured(model, inputs, layout.micro_batch * layout.ep, cluster, loss_fn, precision, progress), layout, progress)
+    sequences = layout.micro_batch * layout.ep
+    t = captured(model, inputs, sequences, cluster, loss_fn, precision, progress, imbalance=imbalance)
+    return answered(t, layout, progress)
 
 
 def captured(
@@ -115,11 +125,14 @@ def captured(
     precision: Precision | str | torch.dtype | None = "bfloat16",
     progress: Callable[[str, float], None] | None = None,
     in_subprocess: bool = False,
+    imbalance: float = EVEN,
 ) -> Task:
     """A micro-batch of so many sequences: what `answered` takes, whatever the layout. in_subprocess: as `autopar.plan` has it."""
     shapes = {k: _resized(v, sequences) for k, v in inputs.items()}
     on_progress = progress or (lambda stage, seconds: None)
-    return task(model, shapes, cluster, {"dp": 1}, loss_fn, precision, "adamw", 1, None, None, on_progress, in_subprocess)
+    return task(
+        model, shapes, cluster, {"dp": 1}, loss_fn, precision, "adamw", 1, None, None, on_progress, in_subprocess, imbalance=imbalance
+    )
 
 
 def answered(t: Task, layout: Layout, progress: Callable[[str, float], None] | None = None) -> Found:

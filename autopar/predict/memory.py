@@ -4,6 +4,7 @@
     activations             what each chunk holds of a micro-batch x micro-batches in flight, at the worst moment of the schedule
     made again              under recompute, what one layer makes again, beside what is kept
     turning                 gradients of the two largest activations; behind the layers what the loss needs of every logit, if that is more
+    experts at work         rows of routed experts on the fullest rank, and what is made of them, while one layer's run (`autopar.cost.experts`)
     workspace               of libraries
     fragmented              what the allocator of a pipeline's rank loses, where the runtime says so
 
@@ -92,6 +93,8 @@ def peak_bytes(
         "turning": turning,
         "workspace": runtime.workspace_bytes,
     }
+    if experts := max((p.experts_bytes for p in pieces), default=0.0):
+        found["experts at work"] = experts
     if schedule.ranks > 1 and runtime.fragmented:
         found["fragmented"] = runtime.fragmented * (peak + recompute + turning)
     return found

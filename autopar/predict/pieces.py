@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autopar.cost import compute
+from autopar.cost import compute, experts
 from autopar.cost.fusion import Share, is_fusible
 from autopar.cost.memory import again_bytes, moved_bytes, reads, writes
-from autopar.cost.op_collectives import inside
 from autopar.graph.graph import Graph, Op, Tensor
 from autopar.graph.placement import Placement
 from autopar.planner.formulation.apply import used_arcs
@@ -36,7 +35,8 @@ class Piece:
     saved_bytes: kept for backward if nothing is made again; spared_bytes: of that, what `again` makes; input_bytes: what comes from the piece before it (as split as
     possible); scores_bytes: of one matrix of attention scores; largest_bytes: of the largest result of forward. params: elements that a device
     holds; shared: of those, elements that an earlier piece has too (tied); routed: of those, elements of routed experts. tensors: of all others, elements of a parameter
-    and how many there are of so many.
+    and how many there are of so many. experts_bytes: what routed experts take while they run, besides operands and results (the fullest rank's).
+    exchanges: of them, in which half, bytes of all rows of one, how many: they are there also where all experts are on one device, and nothing is sent.
     """
 
     name: str
@@ -53,6 +53,8 @@ class Piece:
     shared: float
     routed: float = 0.0
     tensors: tuple[tuple[float, float], ...] = ()
+    experts_bytes: float = 0.0
+    exchanges: tuple[tuple[str, float, float], ...] = ()
 
 
 @dataclass
@@ -62,6 +64,7 @@ class _Draft:
     recompute: list[Workload] = field(default_factory=list)
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     tensors: dict[float, float] = field(default_factory=lambda: defaultdict(float))
+    exchanges: dict[tuple[str, float], float] = field(default_factory=lambda: defaultdict(float))
 
 
 def pieces(found: Found, fusion: str = "compiled") -> tuple[Piece, ...]:
@@ -75,6 +78,7 @@ class _Reader:
         self.found, self.names, self.problem, self.rules = found, found.names, found.problem, found.rules
         self.decision = found.answer.decision
         self.q, self.mesh, self.fusion = found.names.symmetry, found.mesh, fusion
+        self.cost = found.formulated.cost
         self.graph: Graph = self.q.graph
         self.kernels = kernels.of(found, fusion)
         self.cl = self.names.clusters
@@ -147,7 +151,7 @@ class _Reader:
         for again, half in enumerate(halves):
             task = self.task(op, self.share_of(op), bool(again))
             half.append(Workload({task: self.share(op)} if task else {}))
-            for kind, axes, sent, _ in inside(op, rule, split, want, self.mesh):  # equal ones too: a softmax has a maximum and a sum
+            for kind, axes, sent, _ in self.cost.inside(op, rule, split, want):  # equal ones too: a softmax has a maximum and a sum
                 half.append(Workload({}, {Transfer(kind, self.user_axes(axes), sent): self.share(op)}))
 
     def kept(self) -> None:
@@ -178,7 +182,7 @@ class _Reader:
         moved = moved_bytes(op, want, made, self.mesh, share.reads, share.writes) + again_bytes(op, want, self.mesh)
         launches = float(share.launches)
         if self.fusion == "compiled":
-            cost = self.found.formulated.cost.op(op, rule, split, want, made, again)
+            cost = self.cost.op(op, rule, split, want, made, again)
             moved, launches = cost.bytes, cost.launches
         for i, t in enumerate(op.inputs):
             if t.name in share.reads and (op.name, t.name) in self.kernels.instead:
@@ -200,7 +204,8 @@ class _Reader:
                 for t, p in zip(op.outputs, made, strict=True)
                 if t is not None and p is not None and self.is_gradient(t)
             ]
-            return Task(MATMUL, dtype, flops, moved, 1.0, weights=float(sum(grads)), again=again)
+            load = experts.load_of(rule, split, self.mesh, self.cost.imbalance) if experts.is_experts(op) else 1.0
+            return Task(MATMUL, dtype, flops, moved, 1.0, weights=float(sum(grads)), again=again, load=load)
         return Task(MEMORY, "", 0.0, moved, launches, again=again) if moved or launches else None
 
     def is_gradient(self, t: Tensor) -> bool:
@@ -341,9 +346,15 @@ class _Reader:
                 self.drafts[self.place[reader.name]].sums["saved"] += t.nbytes * self.kept_share(t) * self.share(reader)
         entered: dict[int, dict[tuple[str, int], Tensor]] = defaultdict(dict)
         for op in self.graph.ops:
+            draft = self.drafts[self.place[op.name]]
+            if experts.is_experts(op):
+                rule, split = self.rules[op.name], self.placed(op)[0]
+                n = compute.local_sizes(rule, split, self.mesh)
+                nbytes = experts.workspace_bytes(op, rule, split, n, self.mesh, self.cost.imbalance)
+                draft.sums["experts"] = max(draft.sums["experts"], nbytes)
+                draft.exchanges[op.direction, experts.rows_bytes(op, n)] += experts.EXCHANGES[op.target] * self.share(op)
             if op.direction == "backward":
                 continue
-            draft = self.drafts[self.place[op.name]]
             written = self.share_of(op).writes
             for x in op.outputs:
                 if x is not None and x.name in written:
@@ -405,5 +416,6 @@ class _Reader:
         return Piece(
             name, self.copies(i) if i % 2 else 0, Workload.together(d.forward), Workload.together(d.backward), Workload.together(d.recompute),
             s["saved"], s["spared"], s["input"], s["scores"], s["largest"], s["params"], s["shared"], s["routed"],
-            tuple(sorted(d.tensors.items())),
+            tuple(sorted(d.tensors.items())), s["experts"],
+            tuple((half, nbytes, often) for (half, nbytes), often in sorted(d.exchanges.items())),
         )  # fmt: skip

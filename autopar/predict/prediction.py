@@ -18,7 +18,8 @@ class Prediction:
     """A step of a layout on a cluster, as `predict` prices it.
 
     step_time_s: the sum of parts_s ("compute", "tensor and context parallel", or with experts split "tensor, context and expert parallel", "pipeline bubble and hops", "data parallel", "optimizer"; "offload", where the host's link is too slow for it).
-    memory_bytes: of every pipeline rank, by part; peak_bytes: of the fullest; usable_bytes: what a device has. layers: by stage, in order.
+    memory_bytes: of every pipeline rank, by part; peak_bytes: of the fullest; usable_bytes: what a device has. layers: by stage, in order. imbalance: that is assumed where ep
+    ranks share routed experts.
     """
 
     model: str
@@ -37,6 +38,7 @@ class Prediction:
     peak_flops: float
     model_flops: float
     square_flops: float
+    imbalance: float = 1.0
 
     @property
     def peak_bytes(self) -> float:
@@ -68,7 +70,8 @@ class Prediction:
     def text(self) -> str:
         fullest = max(range(len(self.memory_bytes)), key=lambda r: sum(self.memory_bytes[r].values()))
         lines = [
-            f"{self.model} on {self.cluster} ({self.devices} devices), global batch {self.global_batch}: {self.layout}; runtime {self.runtime}",
+            f"{self.model} on {self.cluster} ({self.devices} devices), global batch {self.global_batch}: {self.layout}; runtime {self.runtime}"
+            + (f"; imbalance {self.imbalance:g}" if self.layout.ep > 1 else ""),
             f"step {format_time(self.step_time_s)}, {self.tokens_per_s:,.0f} tokens/s ({self.tokens_per_s / self.devices:,.0f} a device), "
             f"MFU {self.mfu('causal'):.1%} (causal attention counted), {self.mfu('square'):.1%} (all of its square)",
             *(f"  {name:<30} {format_time(s):>11}  {s / self.step_time_s:6.1%}" for name, s in self.parts_s.items()),

@@ -43,7 +43,7 @@ def seconds(workload: Workload, cost: Cost, runtime: Runtime, backward: bool, sc
         if task.weights:  # as wide as what earlier micro-batches left there, which is read and added to
             half = runtime.accumulated_bytes / 2  # read; the other half is written
             moved += task.weights * ((max(2.0, half) if cost.cluster.device.reads_ahead else runtime.accumulated_bytes) - 2.0)
-        took = n * cost.kernel_s(kind, task.dtype, flops, moved, task.launches)
+        took = n * cost.kernel_s(kind, task.dtype, task.load * flops, moved, task.launches)
         took /= runtime.attention_rate if kind in ATTENTION else 1.0
         compute_s += took
         attention_s += took if task.square_flops else 0.0

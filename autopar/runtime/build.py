@@ -58,6 +58,7 @@ from autopar.planner.storage import param_choice
 from autopar.runtime.as_stored import AsStored
 from autopar.runtime.compile_cache import CompileOnce
 from autopar.runtime.config import Config
+from autopar.runtime.expert_load import ExpertLoad
 from autopar.runtime.forms import Forms, settled
 from autopar.runtime.init import distribute, materialize
 from autopar.runtime.inputs import InputReader
@@ -116,6 +117,7 @@ class Builder:
         chosen = config.micro_batches or (given.micro_batches if given is not None else 1)
         self.micro_batches = chosen if isinstance(chosen, int) else 0
         self.chosen: Plan | None = None  # of as many as were chosen, until it is used
+        self.load = ExpertLoad(self.groups.rank)
         self.opened = ""  # the store of activations that are away
         self.links = self._links(self.mesh) if self.mesh.size > 1 else None
 
@@ -160,7 +162,7 @@ class Builder:
         said = {
             "mesh": self.groups.axes, "inputs": c.inputs, "outputs": c.outputs, "layout": c.layout, "precision": c.precision,
             "optimizer": getattr(c.optimizer, "__name__", c.optimizer), "grad_accumulation": c.grad_accumulation, "micro_batches": c.micro_batches, "backend": c.backend,
-            "memory": "least" if w.least else w.memory_bytes, "cluster": w.cluster, "options": w.limits, "offload": w.offload,
+            "memory": "least" if w.least else w.memory_bytes, "cluster": w.cluster, "options": w.limits, "offload": w.offload, "imbalance": w.imbalance,
             "bucket_collectives": c.bucket_collectives, "schedule": "" if c.schedule is None else c.schedule.text(), "loss_head": c.loss_head,
         }  # fmt: skip
         return {
@@ -267,6 +269,7 @@ class Builder:
         captured, graph, folded = program.captured, program.graph, program.folded
         if not decides:
             plan = propagate(graph, self.layout or self.following, self.groups.axes, trainable, fixed)
+            plan = replace(plan, imbalance=self.plan.imbalance if self.plan is not None and self.planned else config.request.imbalance)
         if batch is not None:
             plan = replace(plan, micro_batches=self.micro_batches).answering_as(plan)
         if captured.family is not None:
@@ -283,7 +286,7 @@ class Builder:
         with during("compile", ranks):
             settings = Settings(
                 self.device, stored, config.precision.reduce, config.backend, self.once, self.links, config.bucket_collectives, self.store(plan),
-                window_of(graph, folded.stacks),
+                window_of(graph, folded.stacks), self.load,
             )  # fmt: skip
             kind = ("train" if self.model.training else "eval") + ("" if grad else "-no-grad")
             with told("forward compiled", tells):
@@ -433,7 +436,15 @@ class Builder:
         request, c = self.config.request, self.config
         budget_bytes = request.memory_bytes or (self.cluster.device.usable_bytes if self.cluster else math.inf)
         s = training_config(
-            stored, trainable, c.precision.reduce, c.optimizer, budget_bytes, c.grad_accumulation, self.micro_batches, c.bucket_collectives
+            stored,
+            trainable,
+            c.precision.reduce,
+            c.optimizer,
+            budget_bytes,
+            c.grad_accumulation,
+            self.micro_batches,
+            c.bucket_collectives,
+            request.imbalance,
         )
         s = replace(s, fuses=c.backend == "inductor")
         if self.pipeline is not None:

@@ -46,6 +46,7 @@ from autopar.passes.stay import later
 from autopar.plan.decisions import CollectiveUse, Decisions
 from autopar.runtime.compile_cache import CompileOnce
 from autopar.runtime.dump import Dump
+from autopar.runtime.expert_load import ExpertLoad
 from autopar.solver.fold import Folded, fold
 from autopar.text.log import log, timed
 
@@ -65,6 +66,7 @@ class Settings:
     # Where activations are that the plan keeps away from the device (`autopar.offload`), and between which operators they move.
     store: str = ""
     window_of: Mapping[str, int] = field(default_factory=dict)
+    load: ExpertLoad = field(default_factory=ExpertLoad)
 
 
 @dataclass(frozen=True)

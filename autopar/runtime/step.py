@@ -27,6 +27,7 @@ from autopar.passes.shard import Sharded, accumulated_grads
 from autopar.plan.decisions import BUCKETED, CollectiveUse
 from autopar.plan.plan import Plan
 from autopar.runtime.dump import Dump
+from autopar.runtime.expert_load import layers_of
 from autopar.runtime.general import General, Strides
 from autopar.runtime.lower import Lowered, lower
 from autopar.runtime.pipeline import Settings, halves, rewritten
@@ -72,6 +73,7 @@ class Step:
         self.plan = replace(plan, collectives=self.collectives, solver=self.told(parts))
         places = [n for n in parts.forward.graph.nodes if n.op == "placeholder"]
         self.dtypes = {r: n.meta["val"].dtype for r, n in zip(parts.forward_inputs, places, strict=True)}
+        self.experts = layers_of(parts.forward, {op.name: op.module for op in graph.ops})
         self.strides: list[Strides] = [n.meta["val"].stride() for n in places]
         if self.general is None:
             self.lowered = self.lower(parts.forward)
@@ -219,7 +221,8 @@ class Step:
     def forward(self, values: Mapping[Role, torch.Tensor]) -> tuple[list[tuple[Role, torch.Tensor | None]], list[torch.Tensor]]:
         """values: a local tensor for every graph input's role."""
         flat = [with_strides(values[r], s) for r, s in zip(self.base.forward_inputs, self.fixed(self.strides), strict=True)]
-        out = self.lowered.fn([*self.sizes, *flat])
+        with self.settings.load.watched(self.experts, self.plan.imbalance):
+            out = self.lowered.fn([*self.sizes, *flat])
         n = len(self.base.forward_outputs)
         return list(zip(self.base.forward_outputs, out[:n], strict=True)), list(out[n:])
 
@@ -238,7 +241,8 @@ class Step:
         """`forward`, without gathering what stays."""
         lowered, strides = self.later, self.saved_strides
         flat = [with_strides(values[r], s) for r, s in zip(self.base.forward_inputs, self.strides, strict=True)]
-        out = lowered.fn([*stays, *flat])
+        with self.settings.load.watched(self.experts, self.plan.imbalance):
+            out = lowered.fn([*stays, *flat])
         n = len(self.base.forward_outputs)
         made, given, saved = iter(out[n:]), iter(stays), list[torch.Tensor]()
         for i in range(len(self.base.saved)):

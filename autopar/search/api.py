@@ -12,6 +12,8 @@ from torch import nn
 from autopar.cost.optimizers import kind_of
 from autopar.errors import AutoparError, LayoutError
 from autopar.hardware.cluster import Cluster
+from autopar.planner.imbalance import EVEN
+from autopar.planner.imbalance import checked as checked_load
 from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.memory import Memory
 from autopar.planner.precision import Precision
@@ -44,12 +46,13 @@ def search(
     cache: str | Path | None = None,
     in_subprocess: bool = False,
     below_s: float = math.inf,
+    imbalance: float = EVEN,
 ) -> list[Ranked]:
     """The `top_k` fastest layouts of a step of `model` that fit, the best first. Nothing is computed, the model may lie on the meta device.
 
     inputs, runtime, precision, optimizer: as `autopar.predict` has them, whose answer to each layout comes with it. memory: bytes that a device may use; default what
     it has, less a reserve. options: what is tried (`Space`), such as {"cp": [1], "recompute": ["none", "full"]}. progress: called with a `Progress`. cache: a file that
-    keeps what was solved; a search that was interrupted goes on with it. in_subprocess: as `autopar.plan` has it. below_s: layouts that take as long are not wanted; there may be none then.
+    keeps what was solved; a search that was interrupted goes on with it. in_subprocess, imbalance: as `autopar.plan` has them. below_s: layouts that take as long are not wanted; there may be none then.
 
     No layout of the space is better than the first, none that is not in the list better than the last (`autopar.search.bounds` has the proof). Layouts that differ in
     ZeRO's level or offload alone are one, the fastest of them.
@@ -64,15 +67,16 @@ def search(
         raise AutoparError("the least memory is not searched for", where="memory", fix="give the bytes that a device may use")
     budget_bytes = where.device.usable_bytes if request.budget_bytes is None else request.budget_bytes
     kind_of(optimizer)
+    checked_load(imbalance, where.size)
     if all(global_batch % b for b in space.micro_batch):
         raise LayoutError(
             f"no micro-batch of {space.micro_batch} sequences divides a global batch of {global_batch}",
             where="options",
             fix="allow a divisor of it",
         )
-    micros = MicroBatches(model, inputs, where, how, loss_fn, precision, Cache(cache), in_subprocess)
+    micros = MicroBatches(model, inputs, where, how, loss_fn, precision, Cache(cache), in_subprocess, imbalance)
     bounds = Bounds(space, where, how, optimizer, budget_bytes)
-    prices = Prices(bounds, type(model).__name__, global_batch, tokens_of(inputs), precision)
+    prices = Prices(bounds, type(model).__name__, global_batch, tokens_of(inputs), precision, imbalance)
     found = BestFirst(space, bounds, prices, micros, top_k, progress or (lambda p: None), below_s).run()
     if not found and math.isinf(below_s):
         raise InfeasibleError(

@@ -20,8 +20,8 @@ from autopar.search.bounds import Bounds
 from autopar.search.lower_bound import Pieces
 from autopar.search.price import Prices
 from autopar.search.result import Progress, Ranked
-from autopar.search.solutions import MicroBatches, share_of
-from autopar.search.space import Family, Shape, Space, families, shapes
+from autopar.search.solutions import MicroBatches, said, share_of
+from autopar.search.space import Family, Shape, Space, families, refuse_ep, shapes
 
 AHEAD = 256  # of the smallest bounds, in which what to solve next is looked for
 
@@ -44,6 +44,7 @@ class BestFirst:
     pruned: int = 0
     total: int = 0
     layers: int = 0
+    experts: int = 1
 
     def run(self) -> list[Ranked]:
         cluster, batch = self.bounds.cluster, self.prices.global_batch
@@ -52,9 +53,11 @@ class BestFirst:
             self.report(f"capturing a micro-batch of {size}")
             self.micros.alone(size)
         self.layers = sum(p.layers for p in self.micros.alone(sizes[0]))
+        self.experts = self.micros.experts(sizes[0])
+        refuse_ep(self.space, self.experts)
         number = count()
         heap: list[Node] = []
-        for shape in shapes(self.space, cluster, batch, self.prices.tokens, self.layers):
+        for shape in shapes(self.space, cluster, batch, self.prices.tokens, self.layers, self.experts):
             n = sum(1 for _ in self.families(shape))
             self.total += n
             if n:
@@ -94,7 +97,7 @@ class BestFirst:
         return [r.compared(self.found[0]) for r in self.found]
 
     def lower_bound(self, shape: Shape) -> Pieces:
-        return self.micros.lower_bound(shape.micro_batch, shape.tp * shape.cp)
+        return self.micros.lower_bound(shape.sequences, shape.ways, shape.ep)
 
     def families(self, shape: Shape) -> Iterator[Family]:
         return families(self.space, shape, self.layers, self.bounds.runtime)
@@ -113,7 +116,7 @@ class BestFirst:
         )
         then = next((s for s in waiting if s != share and s not in self.micros.solved), None)
         shares = [share] if then is None else [share, then]
-        self.report("solving " + " and ".join(f"micro-batch {b} on tp {tp} x cp {cp}" for b, tp, cp, _ in shares))
+        self.report("solving " + " and ".join(map(said, shares)))
         self.micros.solve(shares)
 
     def family_s(self, family: Family, solved: bool) -> float:

@@ -51,11 +51,11 @@ class Bounds:
     budget_bytes: float
     short_bytes: float = math.inf
     _cost: dict[tuple[int, ...], Cost] = field(default_factory=dict)
-    _halves: dict[tuple[Pieces, str, Shape | None], Halves] = field(default_factory=dict)
+    _halves: dict[tuple[Pieces, str, Shape | tuple[int, ...]], Halves] = field(default_factory=dict)
     _stages: dict[tuple[Pieces, int, int], list[dict[Piece, int]]] = field(default_factory=dict)
 
     def shape_s(self, pieces: Pieces, shape: Shape) -> float:
-        """pieces: at most the shape's, without collectives."""
+        """pieces: at most the shape's, without collectives but what experts exchange."""
         halves = self.halves(pieces, Family(shape, 1, "none"), False)
         once = sum(max(1, p.layers) * (f.total_s + b.total_s) for p, (f, b) in halves.items())
         return SLACK * shape.micro_batches * once / shape.pp
@@ -109,19 +109,22 @@ class Bounds:
     # ---- parts -----------------------------------------------------------------------------------------------------
 
     def cost(self, shape: Shape) -> Cost:
-        key = (shape.pp, shape.dp, shape.cp, shape.tp)
+        key = (shape.pp, shape.dp, shape.ep, shape.cp, shape.tp)
         if key not in self._cost:
             layout = Family(shape, 1, "none").layout(0)
             self._cost[key] = cost_of(layout, shape.dp, self.runtime, part(self.cluster, shape.devices))
         return self._cost[key]
 
     def halves(self, pieces: Pieces, family: Family, real: bool) -> Halves:
-        """Pieces without collectives depend on no mesh."""
-        key = (pieces, family.recompute, family.shape if real else None)
+        """Pieces without collectives depend on no mesh; those with what experts exchange alone on what is inside of ep."""
+        key = (pieces, family.recompute, family.shape if real else self._links(family.shape))
         if key not in self._halves:
             layout, cost = family.layout(0), self.cost(family.shape)
             self._halves[key] = {p: halves_of(p, layout, self.runtime, cost) for p in pieces}
         return self._halves[key]
+
+    def _links(self, shape: Shape) -> tuple[int, ...]:
+        return () if shape.ep == 1 else (shape.ep, shape.cp * shape.tp, min(shape.devices, self.cluster.devices_per_node))
 
     def stages(self, pieces: Pieces, schedule: Schedule) -> list[dict[Piece, int]]:
         key = (pieces, schedule.ranks, schedule.chunks)

@@ -21,7 +21,7 @@ from autopar.predict.work import Transfer, Workload
 from autopar.search.lower_bound import Pieces
 from autopar.text.strict_json import JsonError, parse, read_bytes, short
 
-FORM = 2
+FORM = 3
 
 
 class Cache:
@@ -64,7 +64,7 @@ class Cache:
             raise _unusable(path, short(str(e), 120)) from None
 
 
-def key_of(task: Task, tp: int, cp: int, sequence_parallel: bool | None, fusion: str) -> str:
+def key_of(task: Task, tp: int, cp: int, ep: int, sequence_parallel: bool | None, fusion: str) -> str:
     graph = task.folded.graph
     training = {f.name: v if not isinstance(v := getattr(task.training, f.name), frozenset) else sorted(v) for f in fields(task.training)}
     text = repr(
@@ -75,7 +75,7 @@ def key_of(task: Task, tp: int, cp: int, sequence_parallel: bool | None, fusion:
             "modules": [op.module for op in graph.ops],
             "setting": training,
             "cluster": task.cluster.model_dump_json(),
-            "share": (tp, cp, sequence_parallel, fusion),
+            "share": (tp, cp, ep, sequence_parallel, fusion),
         }
     )
     return hashlib.sha256(text.encode()).hexdigest()
@@ -93,7 +93,9 @@ def _workload_written(s: Workload) -> dict[str, Any]:
 
 def _piece(row: dict[str, Any]) -> Piece:
     quantities: dict[str, Any] = {k: _workload(v) if isinstance(v, dict) else v for k, v in row.items()}
-    return Piece(**{**quantities, "tensors": tuple((size, n) for size, n in row["tensors"])})
+    return Piece(
+        **{**quantities, "tensors": tuple((size, n) for size, n in row["tensors"]), "exchanges": tuple(tuple(x) for x in row["exchanges"])}
+    )
 
 
 def _workload(row: dict[str, Any]) -> Workload:

@@ -4,7 +4,7 @@
     2. hand layouts with a pipeline that are faster, by the same prices   (`autopar.search`, best first, with the plan's time as what is to be beaten)
     3. of the best of them the mesh and the number of micro-batches: planned, with free choice of all else, the schedule included (`autopar.planner.schedules`)
 
-So no hand layout with a pipeline is faster than the answer, but for those of which there was no time to look, which it says. The second is left out where it could save little: a plan
+So no hand layout with a pipeline is faster than the answer, but for those that share experts, and those of which there was no time to look, which it says. The second is left out where it could save little: a plan
 takes no longer than its work, what it makes again for want of memory, and what communication adds; a pipeline takes nothing away but of the last two.
 """
 
@@ -24,6 +24,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Plan
 from autopar.planner import offline
 from autopar.planner.axes import PIPELINE, said
+from autopar.planner.imbalance import EVEN
 from autopar.planner.infeasible import InfeasibleError
 from autopar.planner.layout import Layout
 from autopar.planner.memory import Memory
@@ -66,6 +67,7 @@ def plan(
     loss_head: str = "auto",
     schedule: str | None = None,
     virtual_stages: int | None = None,
+    imbalance: float = EVEN,
 ) -> Plan:
     """The best plan of one training step of `model` on `cluster`.
 
@@ -78,14 +80,15 @@ def plan(
     layout. loss_head: whether a linear layer under a cross-entropy makes all its logits ("plain"), or makes them tile by tile and again in backward ("chunked"); "auto": both
     are planned where that may matter (`autopar.planner.loss_head`). options: "seconds" from the call to the plan, "gap", "memory_bytes" of this process. progress: called with a stage's name and its seconds (`autopar.text.stages` says with what else). in_subprocess: captures two depths of the model at
     once, one in a forked process: not where other threads run or CUDA is in use. schedule, virtual_stages: of the pipeline that a mesh with an axis "pp" is, as for
-    `autopar.compile` (`autopar.planner.pipelined`).
+    `autopar.compile` (`autopar.planner.pipelined`). imbalance: of routed experts that are split over ranks, rows of the fullest
+    rank over the mean, which is what is priced (`autopar.planner.imbalance`); 1.0: even load.
 
-    Raises InfeasibleError when nothing fits, CaptureError, MeshError, ClusterError, LayoutError.
+    Raises InfeasibleError when nothing fits, CaptureError, MeshError, ClusterError, LayoutError; AutoparError for an imbalance that cannot be.
     """
     how: dict[str, Any] = {
         "loss_fn": loss_fn, "precision": precision, "optimizer": optimizer, "grad_accumulation": grad_accumulation, "micro_batches": micro_batches,
         "layout": layout, "memory": memory, "offload": offload, "options": options, "progress": progress, "in_subprocess": in_subprocess, "loss_head": loss_head,
-        "schedule": schedule, "virtual_stages": virtual_stages,
+        "schedule": schedule, "virtual_stages": virtual_stages, "imbalance": imbalance,
     }  # fmt: skip
     if mesh is not None or not _is_free(how):
         return offline.plan(model, inputs, cluster, mesh, **how)
@@ -149,13 +152,13 @@ def may_save_s(plan: Plan) -> float:
 
 
 def faster(model: nn.Module, inputs: Inputs, where: Cluster, best: Plan | None, how: Mapping[str, Any]) -> list[Ranked]:
-    """Hand layouts with a pipeline on all devices that take less than `best`."""
+    """Hand layouts with a pipeline on all devices that take less than `best`. None of them shares experts: on the same mesh the planner does, where that is faster."""
     depths = [k for k in range(2, where.size + 1) if where.size % k == 0]
-    same = {k: how[k] for k in ("loss_fn", "precision", "optimizer", "in_subprocess")}
+    same = {k: how[k] for k in ("loss_fn", "precision", "optimizer", "in_subprocess", "imbalance")}
     memory = how.get("memory")
     return search(
         model, inputs, where, global_batch=batch_of(inputs), top_k=2 * TRIED, memory=None if isinstance(memory, str) else memory,
-        options={"pp": depths, "offload": bool(how.get("offload")), "idle": False}, below_s=_seconds(best), **same,
+        options={"pp": depths, "ep": (1,), "offload": bool(how.get("offload")), "idle": False}, below_s=_seconds(best), **same,
     )  # fmt: skip
 
 

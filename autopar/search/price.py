@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from autopar.planner.imbalance import EVEN
 from autopar.planner.precision import Precision
 from autopar.predict.api import priced
 from autopar.predict.data import sharded_over
@@ -24,6 +25,7 @@ class Prices:
     global_batch: int
     tokens: int
     precision: Precision | str | torch.dtype | None
+    imbalance: float = EVEN
 
     def best(self, pieces: Pieces, family: Family) -> Ranked | None:
         """None where no member fits. pieces: the family's."""
@@ -41,6 +43,8 @@ class Prices:
             if offloaded is None:
                 continue
             layout = replace(layout, offload=said(offloaded))
-            done = priced(pieces, self.model, cluster, layout, b.runtime, self.global_batch, self.tokens, self.precision, b.optimizer)
+            done = priced(
+                pieces, self.model, cluster, layout, b.runtime, self.global_batch, self.tokens, self.precision, b.optimizer, self.imbalance
+            )
             found.append(Ranked(layout, done, cluster, b.cluster.size))
         return min(found, key=Ranked.order, default=None)

@@ -1,12 +1,13 @@
-"""Micro-batches of one replica: captured once for each size, solved once for each way to share them, whatever stands around them.
+"""Micro-batches of one replica, or of the ep replicas that share experts: captured once for each size, solved once for each way to share them, whatever stands around them.
 
 What was solved is kept in the cache; it is captured again, because only the program itself says whether an answer is its answer.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -14,17 +15,21 @@ from torch import nn
 from autopar.capture.in_subprocess import beside
 from autopar.errors import LayoutError
 from autopar.hardware.cluster import Cluster
+from autopar.planner.expert_axes import experts_of
+from autopar.planner.imbalance import EVEN
 from autopar.planner.layout import Layout
+from autopar.planner.other_batch import at_batch
 from autopar.planner.precision import Precision
 from autopar.planner.task import Task
 from autopar.predict.api import answered, captured
 from autopar.predict.pieces import pieces
 from autopar.predict.runtime import Runtime
+from autopar.rules import lookup
 from autopar.search.cache import Cache, key_of
 from autopar.search.lower_bound import Pieces, shared
 from autopar.search.space import Shape
 
-Share = tuple[int, int, int, bool | None]  # micro-batch, tp, cp, sequence parallel
+Share = tuple[int, int, int, int, bool | None]  # sequences, tp, cp, ep, sequence parallel
 
 
 @dataclass
@@ -37,10 +42,11 @@ class MicroBatches:
     precision: Precision | str | torch.dtype | None
     cache: Cache
     in_subprocess: bool = False
+    imbalance: float = EVEN
     tasks: dict[int, Task] = field(default_factory=dict)
     solved: dict[Share, Pieces | None] = field(default_factory=dict)
     _keys: dict[Share, str] = field(default_factory=dict)
-    _lower_bounds: dict[tuple[int, int], Pieces] = field(default_factory=dict)
+    _lower_bounds: dict[tuple[int, int, int], Pieces] = field(default_factory=dict)
 
     def is_solved(self, shape: Shape) -> bool:
         return share_of(shape) in self.solved
@@ -63,42 +69,63 @@ class MicroBatches:
 
     def alone(self, size: int) -> Pieces:
         """Of a micro-batch on one device."""
-        share = (size, 1, 1, None)
+        share = (size, 1, 1, 1, None)
         if share not in self.solved:
             self.solve([share])
         found = self.solved[share]
         assert found is not None
         return found
 
-    def lower_bound(self, size: int, ways: int) -> Pieces:
-        """At most the pieces of a micro-batch that so many devices share."""
-        if (size, ways) not in self._lower_bounds:
-            self._lower_bounds[size, ways] = shared(self.alone(size), ways)
-        return self._lower_bounds[size, ways]
+    def experts(self, size: int) -> int:
+        """Whose divisors ranks can share: the largest number that divides that of the experts of every operator which has some; 1 without any."""
+        found = (experts_of(rule) for op in self.task(size).folded.graph.ops if (rule := lookup(op)).pairs)
+        return math.gcd(*found) or 1
+
+    def lower_bound(self, size: int, ways: int, ep: int = 1) -> Pieces:
+        """At most the pieces of so many sequences that so many devices share, ep of which share experts."""
+        if (size, ways, ep) not in self._lower_bounds:
+            self._lower_bounds[size, ways, ep] = shared(self.alone(size), ways, ep)
+        return self._lower_bounds[size, ways, ep]
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 
     def task(self, size: int) -> Task:
         if size not in self.tasks:
-            self.tasks[size] = captured(self.model, self.inputs, size, self.cluster, self.loss_fn, self.precision, None, self.in_subprocess)
+            self.tasks[size] = self.of_others(size) or captured(
+                self.model, self.inputs, size, self.cluster, self.loss_fn, self.precision, None, self.in_subprocess, self.imbalance
+            )
         return self.tasks[size]
+
+    def of_others(self, size: int) -> Task | None:
+        """What is captured of two other sizes tells it of larger ones, which ranks that share experts compute together."""
+        known = sorted(n for n in self.tasks if n > 1)[:2]
+        if len(known) < 2 or size <= known[1]:
+            return None
+        few, many = (self.tasks[n] for n in known)
+        folded = at_batch(few.folded, many.folded, known[0], known[1], size)
+        return None if folded is None else replace(few, folded=folded)
 
     def key(self, share: Share) -> str:
         if share not in self._keys:
-            size, tp, cp, sequence_parallel = share
-            self._keys[share] = key_of(self.task(size), tp, cp, sequence_parallel, self.runtime.fusion)
+            size, tp, cp, ep, sequence_parallel = share
+            self._keys[share] = key_of(self.task(size), tp, cp, ep, sequence_parallel, self.runtime.fusion)
         return self._keys[share]
 
     def answer(self, share: Share) -> Pieces | None:
-        size, tp, cp, sequence_parallel = share
-        layout = Layout(tp=tp, cp=cp, micro_batch=size, sequence_parallel=sequence_parallel)
+        size, tp, cp, ep, sequence_parallel = share
+        layout = Layout(tp=tp, cp=cp, ep=ep, micro_batch=size // ep, sequence_parallel=sequence_parallel)
         try:
             return pieces(answered(self.task(size), layout), self.runtime.fusion)
         except LayoutError:
-            if tp * cp == 1:
+            if tp * cp * ep == 1:
                 raise
             return None
 
 
 def share_of(shape: Shape) -> Share:
-    return (shape.micro_batch, shape.tp, shape.cp, shape.sequence_parallel)
+    return (shape.sequences, shape.tp, shape.cp, shape.ep, shape.sequence_parallel)
+
+
+def said(share: Share) -> str:
+    size, tp, cp, ep, _ = share
+    return f"micro-batch {size // ep} on tp {tp} x cp {cp}" + (f" x ep {ep}" if ep > 1 else "")

@@ -28,6 +28,7 @@ MICRO_BATCHES = (1, 2, 4, 8)
 class Space:
     """Sizes that are tried; None for what is usual.
 
+    ep: divisors of the number of routed experts, of the ranks that have data; where tp or cp is 1 (`Layout` has two roles for a micro-batch's devices).
     tp: powers of two and divisors, up to a node's devices. cp: powers of two up to a node's devices that divide the sequence. pp: divisors of the devices and of the layers.
     virtual: all that deal the layers evenly, but for the first and the last stage, which may have one less. micro_batch: 1 to 8. offload: whether
     activations may be kept in host memory. sequence_parallel: None is as is fastest. idle: whether devices may be left without work.
@@ -43,9 +44,10 @@ class Space:
     offload: bool = True
     sequence_parallel: tuple[bool | None, ...] = (None,)
     idle: bool = True
+    ep: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tp", "cp", "pp", "virtual", "micro_batch"):
+        for name in ("tp", "cp", "pp", "ep", "virtual", "micro_batch"):
             sizes = getattr(self, name)
             if sizes is not None and (not sizes or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes)):
                 raise LayoutError(f"{name} is {sizes!r}", where="what is searched", fix="give whole numbers from 1, or leave it out")
@@ -71,7 +73,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Shape:
-    """micro_batches: of a step, of each of the dp replicas."""
+    """micro_batches: of a step, of each of the dp replicas, ep of which share routed experts."""
 
     micro_batch: int
     tp: int
@@ -80,10 +82,21 @@ class Shape:
     dp: int
     micro_batches: int
     sequence_parallel: bool | None = None
+    ep: int = 1
 
     @property
     def devices(self) -> int:
         return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def sequences(self) -> int:
+        """Of the micro-batches that are computed together."""
+        return self.micro_batch * self.ep
+
+    @property
+    def ways(self) -> int:
+        """Devices that share them."""
+        return self.tp * self.cp * self.ep
 
 
 @dataclass(frozen=True)
@@ -96,16 +109,17 @@ class Family:
         s = self.shape
         return Layout(
             tp=s.tp, cp=s.cp, pp=s.pp, dp=s.dp, virtual=self.virtual, micro_batch=s.micro_batch, zero=zero, recompute=self.recompute,
-            offload=offload, sequence_parallel=s.sequence_parallel,
+            offload=offload, sequence_parallel=s.sequence_parallel, ep=s.ep,
         )  # fmt: skip
 
 
-def shapes(space: Space, cluster: Cluster, global_batch: int, tokens: int, layers: int) -> Iterator[Shape]:
-    """layers: that can be dealt to stages; tokens: of a sequence."""
+def shapes(space: Space, cluster: Cluster, global_batch: int, tokens: int, layers: int, experts: int = 1) -> Iterator[Shape]:
+    """layers: that can be dealt to stages; tokens: of a sequence; experts: whose divisors can share them."""
     size, node = cluster.size, cluster.devices_per_node
     tps = space.tp or tuple(sorted({*_powers(node), *_divisors(node)}))
     cps = space.cp or tuple(n for n in _powers(node) if tokens % n == 0)
     pps = space.pp or tuple(n for n in sorted({*_divisors(size), *_divisors(max(1, layers))}) if n <= layers + 2)
+    eps = [n for n in space.ep or _divisors(experts) if experts % n == 0]
     for b in space.micro_batch:
         if global_batch % b:
             continue
@@ -119,7 +133,19 @@ def shapes(space: Space, cluster: Cluster, global_batch: int, tokens: int, layer
                         n = tp * cp * pp * dp
                         if (n == size if not space.idle else n <= size) and (n <= node or n % node == 0):
                             for sp in space.sequence_parallel if tp > 1 else (None,):
-                                yield Shape(b, tp, cp, pp, dp, global_batch // b // dp, sp)
+                                for ep in eps if min(tp, cp) == 1 else {1} & {*eps}:
+                                    if dp % ep == 0:
+                                        yield Shape(b, tp, cp, pp, dp, global_batch // b // dp, sp, ep)
+
+
+def refuse_ep(space: Space, experts: int) -> None:
+    """Raises LayoutError where none of the ep that are asked for can be."""
+    if space.ep is not None and all(experts % n for n in space.ep):
+        raise LayoutError(
+            f"ep is {space.ep!r}, and {f'{experts} experts are not' if experts > 1 else 'there are no routed experts to be'} shared so",
+            where="what is searched",
+            fix=f"allow {' or '.join(map(str, _divisors(experts)))}, or leave ep out",
+        )
 
 
 def families(space: Space, shape: Shape, layers: int, runtime: Runtime) -> Iterator[Family]:

@@ -31,7 +31,6 @@ from autopar.capture.capture import Role
 from autopar.capture.describe import dtype_name
 from autopar.cost import Cost
 from autopar.cost.experts import is_experts
-from autopar.cost.op_collectives import inside
 from autopar.cost.ring import ring_axes
 from autopar.graph.calls import collective_of, is_collective, is_issue, is_transfer, is_wait, transferred, wire_bytes
 from autopar.graph.graph import Graph, Op, Tensor
@@ -186,7 +185,7 @@ def charges(parts: Parts, plan: Plan, graph: Graph, cost: Cost, prefix: str) -> 
                 out.append(Charge(n, stage, COMPUTE, own_s + aside_s, op.name))
                 rule, strategy = lookup(op), plan.ops[op.name].strategy
                 if is_experts(op) or ring_axes(rule, strategy, cost.mesh):  # what is exchanged where the graph does not show it
-                    for kind, axes, sent, beside in inside(op, rule, strategy, _placed(op, plan)[0], cost.mesh):
+                    for kind, axes, sent, beside in cost.inside(op, rule, strategy, _placed(op, plan)[0]):
                         c = cost.collective(kind, axes, sent)
                         serves = "activation" if not beside else "attention"
                         out.append(Charge(n, stage, c.link, c.seconds, op.name, kind, serves, sent))

@@ -117,6 +117,8 @@ def test_plan_passes_everything_on(planning: Callable[..., list[Any]], tmp_path:
         "host",
         "--loss-head",
         "chunked",
+        "--imbalance",
+        "1.5",
     ]
     r = run(*PLAN, *options, "-v", "--time-limit", "30", "--gap", "0.02", "--layers", "2", "-o", str(out))
     assert r.exit_code == 0, r.stderr
@@ -125,7 +127,7 @@ def test_plan_passes_everything_on(planning: Callable[..., list[Any]], tmp_path:
     assert (inputs, cluster, mesh) == ({"input_ids": (16, 512), "labels": (16, 512)}, "h100:1x8", "4x2")
     assert kwargs == {
         "precision": "fp32", "optimizer": "sgd", "grad_accumulation": 4, "micro_batches": "auto", "memory": 70 * 10**9, "layout": "fsdp", "options": {"seconds": 30.0, "gap": 0.02},
-        "in_subprocess": False, "offload": "host", "loss_head": "chunked",
+        "in_subprocess": False, "offload": "host", "loss_head": "chunked", "imbalance": 1.5,
     }  # fmt: skip
     assert r.stdout == a_plan().text() + "\n" and "capture: 1.2 s" in r.stderr
     assert Plan.load(out) == a_plan()
@@ -138,7 +140,16 @@ def test_plan_defaults(planning: Callable[..., list[Any]]) -> None:
     ((model, _, _, mesh), kwargs) = calls[0]
     assert model.config.num_hidden_layers == 28 and mesh is None
     said = {"precision": "bf16", "optimizer": "adamw", "grad_accumulation": 1, "micro_batches": "auto"}
-    assert kwargs == {**said, "memory": None, "offload": None, "layout": None, "options": None, "in_subprocess": False, "loss_head": "auto"}
+    assert kwargs == {
+        **said,
+        "memory": None,
+        "offload": None,
+        "layout": None,
+        "options": None,
+        "in_subprocess": False,
+        "loss_head": "auto",
+        "imbalance": 1.0,
+    }
     run(*PLAN, "--mesh", "dp=4,tp=2")
     assert calls[1][0][3] == {"dp": 4, "tp": 2}
     # The smallest peak would be that of one sample at a time.

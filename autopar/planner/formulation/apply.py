@@ -87,6 +87,7 @@ def apply(
         {op.name: op.target for op in (*graph.ops, *more)}, _collectives(problem, names, decision), repeated, True, kept, frozenset(rerun),
         fingerprint=folded.fingerprint(), order=order, activations=activations,
         segments={name: n for name, n in shrunk.segments.items() if len(n) > 1}, together=folded.together,
+        imbalance=training.imbalance,
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from autopar.cost import loss_head, ring
+from autopar.cost import experts, loss_head, ring
 from autopar.cost.compute import local_sizes
 from autopar.graph.graph import DTYPE_BYTES
 from autopar.planner.formulation.formulated import Formulated
@@ -333,16 +333,19 @@ class Rows:
                 self.add(("e", v, direction, a), -size[arc.src], first, last)
 
     def workspace(self) -> None:
-        """What operators make on the way to their results: random ones where they are run call by call, heads without logits and rings anywhere."""
+        """What operators make on the way to their results: random ones where they are run call by call, heads without logits, rings and routed experts anywhere."""
         f = self.f
         which = {key: i for i, key in enumerate(f.names.reruns)}
         for op in self.program.graph.ops:
-            if loss_head.is_loss_head(op) or self.program.rules[op.name].alongside:
+            if loss_head.is_loss_head(op) or experts.is_experts(op) or self.program.rules[op.name].alongside:
                 rule, c = self.program.rules[op.name], f.clusters.of[self.program.q.rep[op.name]]
                 for s, chosen in enumerate(f.clusters.clusters[c].members[self.program.q.rep[op.name]]):
                     split = dict(chosen.split)
                     n = local_sizes(rule, split, self.mesh)
-                    nbytes = ring.workspace_bytes(op, rule, split, n, self.mesh) if rule.alongside else loss_head.workspace_bytes(op, n)
+                    if experts.is_experts(op):
+                        nbytes = experts.workspace_bytes(op, rule, split, n, self.mesh, f.cost.imbalance)
+                    else:
+                        nbytes = ring.workspace_bytes(op, rule, split, n, self.mesh) if rule.alongside else loss_head.workspace_bytes(op, n)
                     if nbytes:
                         self.add(("x", c, s), nbytes, self.life.position[op.name], self.life.position[op.name])
             elif f.cost.fused is None and self.program.rules[op.name].kind == "random" and op.outputs[0] is not None:

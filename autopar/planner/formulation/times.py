@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
 from autopar.cost import Cost
-from autopar.cost.op_collectives import inside
 from autopar.graph.graph import Op
 from autopar.graph.mesh import Mesh
 from autopar.planner.formulation.accounts import account
@@ -40,7 +39,7 @@ class Times:
                 rule, split, spent = self.program.rules[copy.name], dict(strategy.split), defaultdict[int, float](float)
                 own_s = self.cost.op(copy, rule, split, want, made, recompute).seconds
                 spent[account(stage, "compute")] += own_s
-                for kind, axes, sent, beside in inside(copy, rule, split, want, self.mesh):
+                for kind, axes, sent, beside in self.cost.inside(copy, rule, split, want):
                     c = self.cost.collective(kind, axes, sent)
                     spent[account(stage, c.link)] += c.seconds
                     spent[account(stage, "compute")] += self.cost.waits_s(c.seconds, beside * own_s)
@@ -64,7 +63,7 @@ class Times:
                 rule = self.program.rules[copy.name]
                 own_s = self.cost.op(copy, rule, split, want, made).seconds
                 seconds = 0.0
-                for kind, axes, sent, beside in inside(copy, rule, split, want, self.mesh):
+                for kind, axes, sent, beside in self.cost.inside(copy, rule, split, want):
                     taken_s = self.cost.collective(kind, axes, sent).seconds
                     seconds += taken_s - self.cost.waits_s(taken_s, beside * own_s)
                 again = (name, self.program.q.segment[copy.name]) in rerun

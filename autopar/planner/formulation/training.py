@@ -19,6 +19,7 @@ class TrainingConfig:
     counts: whether memory is counted; where any would do, its rows are half of the work.
     keeps_gathered: whether what forward gathers of a parameter may stay until backward has read it, as in ZeRO-2, and need not be gathered again.
     in_a_row: micro-batches that are run in one call; what the first one gathers may stay for all of them, as in ZeRO-1.
+    imbalance: of routed experts that are split over ranks, rows of the fullest rank over the mean (`autopar.cost.experts`).
     joins: whether small collectives of parameters and gradients that are needed together are one (`autopar.passes.bucket`), which pays its latency once.
     """
 
@@ -40,6 +41,7 @@ class TrainingConfig:
     keeps_gathered: bool = True
     joins: bool = False
     in_a_row: int = 1
+    imbalance: float = 1.0
 
 
 def optimizer_s(cost: Cost, training: TrainingConfig, elements: float) -> float:

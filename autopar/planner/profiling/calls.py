@@ -12,7 +12,6 @@ from dataclasses import replace
 from autopar.cost.buckets import Company, shared
 from autopar.cost.compute import compute_dtype, flops
 from autopar.cost.memory import base_name
-from autopar.cost.op_collectives import inside
 from autopar.graph.graph import Op
 from autopar.graph.mesh import Mesh
 from autopar.plan.text import LAYER
@@ -120,7 +119,7 @@ class Calls:
             cost.seconds + (self.kept_s.get(op.name, 0.0) if phase == RUN else 0.0), cost.bytes, at,
         )  # fmt: skip
         there = at if phase != RUN else replace(at, phase=MADE)
-        for kind, axes, sent, beside in inside(op, rule, split, want, f.mesh):
+        for kind, axes, sent, beside in f.cost.inside(op, rule, split, want):
             taken = f.cost.collective(kind, axes, sent)  # of one that runs beside its own operator: what the device waits for
             waits_s = f.cost.waits_s(taken.seconds, beside * cost.seconds)
             self._emit(home, What(kind, self._maker(op, home), taken.link, self._stack(home), "activation", axes), waits_s, sent, there)
