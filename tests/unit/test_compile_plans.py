@@ -220,7 +220,7 @@ def _everyone(monkeypatch: pytest.MonkeyPatch, ranks: list[int], others: list[di
         return [mine, *({k: agree.hashlib.sha256(v.encode()).hexdigest() for k, v in o.items()} for o in others)]
 
     monkeypatch.setattr(agree, "_gather", gather)
-    return SimpleNamespace(ranks=ranks)
+    return SimpleNamespace(ranks=ranks, talks=len(ranks) > 1)
 
 
 def test_the_odd_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +238,7 @@ def test_the_odd_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_alone_nobody_is_asked() -> None:
-    alone: Any = SimpleNamespace(ranks=[0])
+    alone: Any = SimpleNamespace(ranks=[0], talks=False)
     assert agreed(alone, lambda: (5, {"x": "y"})) == 5 and from_first(alone, lambda: "plan") == "plan"
     with pytest.raises(KeyError):
         agreed(alone, lambda: {}["x"])

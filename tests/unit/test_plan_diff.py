@@ -129,6 +129,7 @@ def test_no_field_is_overlooked() -> None:
         "segments": {"layers": (1, 2)},
         "together": 2,
         "micro_batches": 2,
+        "imbalance": 1.5,
         "pipeline": PipelineChoice("1f1b", 2, (0, 1), (("a",), ("b",)), (0.5, 0.5), (1.0, 0.0), 0.2),
         "cluster": "x",
         "activations": {},
