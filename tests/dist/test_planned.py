@@ -152,7 +152,7 @@ def _tensor_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def plan_graph(folded: Any, axes: dict[str, int], *_: Any, **more: Any) -> Planned:
         plan = propagate(folded.graph, Layout.of("tp", Mesh.of(axes)), axes, frozenset(folded.graph.params))
-        return Planned(plan, None, None)  # type: ignore[arg-type]
+        return Planned(plan, None, None, None)  # type: ignore[arg-type]
 
     monkeypatch.setattr("autopar.planner.request.plan_graph", plan_graph)
 

@@ -52,7 +52,7 @@ def split(blocks: int, letters: str, batch: int) -> Iterator[None]:
     def plan_graph(folded: Any, axes: dict[str, int], *_: Any, **more: Any) -> Planned:
         layout = Layout.of("ddp" if batch > 1 else "tp", Mesh.of(axes))
         plan = propagate(folded.graph, layout, axes, frozenset(folded.graph.params))
-        return Planned(split_evenly(plan, folded.graph, blocks, letters), None, None)  # type: ignore[arg-type]
+        return Planned(split_evenly(plan, folded.graph, blocks, letters), None, None, None)  # type: ignore[arg-type]
 
     with mock.patch("autopar.planner.request.plan_graph", plan_graph):
         yield
