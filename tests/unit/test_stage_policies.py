@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Sequence
@@ -89,8 +90,13 @@ def planned(**how: Any) -> autopar.Plan:
     return autopar.plan(model, batch, "h100:1x4", {"pp": 4, "dp": 1}, **{**more, **how})
 
 
+@functools.cache
+def roomy_plan() -> autopar.Plan:
+    return planned()
+
+
 def test_first_stages_keep_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    roomy = planned()
+    roomy = roomy_plan()
     assert roomy.pipeline is not None and max(roomy.pipeline.peak_bytes) == roomy.predicted["peak_memory_bytes"]
     budget = 0.8 * roomy.predicted["peak_memory_bytes"]
     plan = planned(memory=budget)
@@ -107,6 +113,6 @@ def test_first_stages_keep_less(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_no_rank_has_room_for() -> None:
-    roomy = planned()
+    roomy = roomy_plan()
     with pytest.raises(autopar.AutoparError, match="No plan fits"):
         planned(memory=0.2 * roomy.predicted["peak_memory_bytes"])
