@@ -1,7 +1,7 @@
 """What each layer of a plan takes: seconds of forward and of backward, bytes that it keeps for backward, bytes of its state, and what else is there while it runs.
 
 They are read off the plan's timeline, which knows the layers of repeated stacks one by one, also where they have policies of their own. What is in no stack is shared out: seconds by the work of
-its operators, memory to the layers before the first stack and behind the last one.
+its operators, memory to the layers of no stack that are next.
 """
 
 from __future__ import annotations
@@ -177,34 +177,39 @@ def _seconds(timeline: Timeline, direction: str, stacks: Sequence[Copies], numbe
 def _memory(timeline: Timeline, stacks: Sequence[Copies], number: Mapping[str, int]) -> tuple[list[float], list[float], float, float]:
     """By layer, what it keeps and what else there is; then the state of all layers, and what the optimizer's step adds to it."""
     known = _copies_by_label(stacks, timeline)
-    inside = sorted(number[layer] for s in stacks for copy in s.layers for layer in copy) or [0]
-    before, behind = list(range(max(1, inside[0]))), list(range(min(len(number) - 1, inside[-1] + 1), len(number)))
+    inside = {number[layer] for s in stacks for copy in s.layers for layer in copy} or {0}
+
+    def beside(i: int, by: int) -> list[int]:
+        """The layers of no stack next to a layer of one, in a direction; itself where there are none."""
+        found: list[int] = []
+        while 0 <= (i + by * (len(found) + 1)) < len(number) and i + by * (len(found) + 1) not in inside:
+            found.append(i + by * (len(found) + 1))
+        return found or [i]
+
     kept, transient = [0.0] * len(number), [0.0] * len(number)
     running = [m for m in timeline.moments if m.stage != "optimizer"]
     stays = min((m.nbytes.get("gathered parameters", 0) for m in running), default=0)
     # Gradients that wait for the optimizer; what is there beside them is on its way.
     waiting = max((m.nbytes.get(GRADIENTS, 0) for m in (*running[:1], *running[-1:])), default=0)
     state = float(max((sum(m.nbytes.get(kind, 0) for kind in OWN) for m in running), default=0) + waiting + stays)
-    seen: set[str] = set()  # directions in which a stack was come to
-    at: list[int] = before
-    last = 0.0
+    # What is of no stack comes before the first layer of one, then behind the last that was run; in backward the other way round.
+    outside = {"forward": beside(min(inside), -1), "backward": beside(max(inside), 1)}
+    at, last = outside["forward"], 0.0
     for m in running:
         mine, here = known.get(m.layer), float(m.nbytes.get(KEPT, 0))
+        now = outside[m.stage] if mine is None else [number[layer] for layer in mine]
+        if mine is not None:
+            outside[m.stage] = beside(max(now), 1) if m.stage == "forward" else beside(min(now), -1)
         if m.stage == "forward":
             for i in at:  # what is kept since the moment before
                 kept[i] += (here - last) / len(at)
-            last = here
-        if mine is not None:
-            seen.add(m.stage)
-            at = [number[layer] for layer in mine]
-        else:
-            at = behind if (m.stage in seen) == (m.stage == "forward") else before
+            at, last = now, here
         own = sum(m.nbytes.get(kind, 0) for kind in OWN) + min(waiting, m.nbytes.get(GRADIENTS, 0)) + stays
         besides = float(m.total - here - own)
-        for i in at:
+        for i in now:
             transient[i] = max(transient[i], besides)
     turn = next((float(m.nbytes.get(KEPT, 0)) for m in running if m.stage == "backward"), last)
-    for i in behind:
-        kept[i] += max(0.0, turn - last) / len(behind)
+    for i in at:
+        kept[i] += max(0.0, turn - last) / len(at)
     stepping = max((float(m.total) for m in timeline.moments if m.stage == "optimizer"), default=state) - state
     return [max(0.0, k) for k in kept], transient, state, max(0.0, stepping)
