@@ -134,14 +134,15 @@ def freedoms(results: dict[str, Result]) -> str:
             [
                 x["case"].replace(",", ", "),
                 *cells,
-                x["what"]["schedule"].split(", ")[1],
+                ", ".join(reversed(x["what"]["schedule"].split(", ")[:2])),
                 f"{steps['schedule'] / steps.get('by hand', float('nan')) - 1:+.1%}",
             ]
         )
     return f"""## What the freedoms of a pipeline bring
 
 The best hand layout with as many stages, by search; then plans on the mesh, each with one freedom more than the one before: every operator's (as many layers on each stage, 1f1b), the cuts', what
-each stage keeps for backward, the schedule's. The same prices, each with its fastest number of micro-batches.
+each stage keeps for backward, the schedule's. The same prices, each with its fastest number of micro-batches of those that were planned within 300 s. All fit on
+every rank, by what its layers need.
 
 {table(["case", "by hand", "free choice, even, 1f1b", "cut by time", "memory by stage", "schedule chosen", "which", "to by hand"], rows)}
 
