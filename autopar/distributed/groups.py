@@ -80,8 +80,13 @@ class Groups:
         self.alone = _alone[0]
         self.talks = len(self.ranks) > 1 and not self.alone  # whether there is anybody to agree with
         self.steps = 0
-        self._id = f"{self.prefix}.alone" if _alone[0] else ""
+        self._id = f"{self.prefix}.alone" if self.alone else ""
         _all.add(self)
+
+    @property
+    def compiling(self) -> list[int]:
+        """Ranks that share what one of them compiles."""
+        return self.here[:1] if self.alone else self.here
 
     @property
     def device(self) -> torch.device:

@@ -433,17 +433,9 @@ def _pipeline(m: PipelineModel, micro_batches: int) -> PipelineChoice:
     seconds = {"forward_s": m.forward_s, "backward_s": m.backward_s, "hop_s": m.hop_s, "weight_s": m.weight_s}
     of = {k: tuple(v) for k, v in seconds.items()}
     made = PipelineChoice(
-        m.schedule,
-        m.ranks,
-        tuple(m.where),
-        layers,
-        tuple(m.work),
-        tuple(m.sent_bytes),
-        m.bubble,
-        **of,
-        actions=tuple(m.actions),
+        m.schedule, m.ranks, tuple(m.where), layers, tuple(m.work), tuple(m.sent_bytes), m.bubble, **of, actions=tuple(m.actions),
         peak_bytes=tuple(m.peak_bytes),
-    )
+    )  # fmt: skip
     if m.actions:
         try:
             lists = made.lists(micro_batches)

@@ -79,24 +79,16 @@ class Pipelined:
         return replace(t, training=training, other=None if t.other is None else self.of_a_stage(t.other))
 
     def told(
-        self,
-        plan: Plan,
-        graph: Graph,
-        work: LayerWork,
-        budget_bytes: float,
-        planned: Lists | None = None,
+        self, plan: Plan, graph: Graph, work: LayerWork, figures: LayerFigures | None, budget_bytes: float, planned: Lists | None = None,
         stages: tuple[tuple[int, ...], ...] = (),
-    ) -> Plan:
-        """`plan`, of all micro-batches on a stage's mesh as if that had all layers, as that of the pipeline. budget_bytes: of a device; planned: the schedule that it was made for, default this one; stages:
-        layers of each, by number, default such that the slowest is as fast as can be. Raises LayoutError."""
+    ) -> Plan:  # fmt: skip
+        """`plan`, of all micro-batches on a stage's mesh as if that had all layers, as that of the pipeline. figures: of its layers; budget_bytes: of a device; planned: the schedule that it was made for,
+        default this one; stages: layers of each, by number, default such that the slowest is as fast as can be. Raises LayoutError."""
         of_enough(work.layers, self.lists.stages)
-        figures = work.figures(plan, 1 / len(self.lists.ranks) if stages else part_of_state(planned or self.lists))
         seconds = (work.forward, work.backward) if figures is None else (figures.forward_s, figures.backward_s)
-        cut = (
-            Cut(tuple(tuple(work.layers[i] for i in mine) for mine in stages))
-            if stages
-            else cut_work(work.layers, [f + b for f, b in zip(*seconds, strict=True)], self.lists.stages)
-        )
+        cut = cut_work(work.layers, [f + b for f, b in zip(*seconds, strict=True)], self.lists.stages)
+        if stages:
+            cut = Cut(tuple(tuple(work.layers[i] for i in mine) for mine in stages))
         sent = self.sent_bytes(plan, graph, work, cut)
         forward, backward = (of_stages(cut, work.layers, half) for half in seconds)
         behind, alone = (of_stages(cut, work.layers, half) for half in (work.backward, work.weight))
@@ -160,7 +152,7 @@ class Alike:
     def told(self, lists: Lists) -> Plan:
         """As that of the pipeline, by a schedule. Raises LayoutError."""
         p = self.pipelined
-        return replace(p, lists=lists).told(self.plan, self.task.folded.graph, self.work, self.budget_bytes, p.lists)
+        return replace(p, lists=lists).told(self.plan, self.task.folded.graph, self.work, self.figures, self.budget_bytes, p.lists)
 
     def by_stage(self, lists: Lists) -> Plan | None:
         """With layers dealt to the stages with policies of their own, where that can be, and memory decides about policies."""
@@ -173,7 +165,14 @@ class Alike:
         if found is None:
             return None
         made = of_the_call(of_the_whole(found.plan, self.task.folded, self.task.model), lists.micro_batches)
-        return replace(self.pipelined, lists=lists).told(made, self.task.folded.graph, self.work, self.budget_bytes, stages=found.stages)
+        return replace(self.pipelined, lists=lists).told(
+            made, self.task.folded.graph, self.work, found.figures, self.budget_bytes, stages=found.stages
+        )
+
+    @cached_property
+    def figures(self) -> LayerFigures | None:
+        """Of the plan's layers, whatever the schedule."""
+        return self.work.figures(self.plan, part_of_state(self.pipelined.lists))
 
     @property
     def budget_bytes(self) -> float:

@@ -9,8 +9,7 @@ What is kept away from the device is the same on all stages.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -20,25 +19,23 @@ from autopar.plan.plan import Plan
 from autopar.planner.collecting import without_garbage_collection
 from autopar.planner.dealing import Dealing, Dealt, Policy, hull
 from autopar.planner.formulation.apply import used_arcs
-from autopar.planner.formulation.formulated import Formulated
 from autopar.planner.formulation.problem import Formulator
 from autopar.planner.formulation.symmetry import SymmetryClasses
 from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.found import Found
 from autopar.planner.layer_figures import Copies, LayerFigures, stacks_of
+from autopar.planner.merged_decision import Merged
 from autopar.planner.planning import Planned, plan_of
 from autopar.planner.staged import of_a_stage
 from autopar.planner.views import View
 from autopar.solver.evaluate import evaluate, tidy
 from autopar.solver.fold import Folded
-from autopar.solver.problem import Decision, Problem, Value
-from autopar.solver.shrink import CLONE
+from autopar.solver.problem import Problem, Value
 from autopar.solver.solve import NoAnswer, Solution, whole
 
 # What a rank holds, of the activations of all layers of a micro-batch, for which a policy is looked for; and the memory in which any would do.
 SHARES, MOST = (1.6, 1.25, 1.0, 0.7, 0.4), 64
 OFTEN = 3  # dealt again with less memory, where what came of it does not fit
-CLONES = re.compile(rf"{CLONE}\d+")
 
 
 @dataclass(frozen=True)
@@ -189,7 +186,7 @@ class StagePolicies:
         view = self.stages.view({name: [n for n, _ in mine] for name, mine in runs.items() if len(mine) > 1})
         g, cut = self.formulated(view)
         of_segment = {name: [p for _, p in mine] for name, mine in runs.items()}
-        decision = _Merged(
+        decision = Merged(
             f.formulated(), problem, [o.solution.decision for o in options], g.formulated(), cut, of_segment, (policy[0], policy[-1])
         ).run()
         if decision is None:
@@ -198,8 +195,10 @@ class StagePolicies:
         price = evaluate(cut, decision)
         if price.unmet:
             return None
-        base = options[0].solution
-        answer = replace(base, decision=decision, price=price, bound_s=min(base.bound_s, price.objective_s))
+        # The bound is that of the plan whose stages are alike: an option's is of its strategies alone.
+        answer = replace(
+            self.planned.solution, decision=decision, price=price, bound_s=min(self.planned.solution.bound_s, price.objective_s)
+        )
         found = Found(self.done.mesh, cut, g.names, view.shrunk, view.rules, answer, g.formulated(), self.done.strategies)
         plan = plan_of(self.planned.step, found, self.training.budget_bytes)
         ends = [0, *(d.end for d in dealt)]
@@ -239,92 +238,3 @@ def moved_as(problem: Problem, q: SymmetryClasses, done: Found) -> Problem:
         return replace(value, forward=forward, backward=backward, policies=policies)
 
     return replace(problem, values=tuple(map(as_there, problem.values)))
-
-
-class _Merged:
-    """One decision about a program whose layers are cut into segments, of decisions about the program without cuts."""
-
-    def __init__(
-        self,
-        f: Formulated,
-        problem: Problem,
-        decisions: Sequence[Decision],
-        g: Formulated,
-        cut: Problem,
-        of_segment: Mapping[str, Sequence[int]],
-        ends: tuple[int, int],
-    ) -> None:
-        """of_segment: by stack, which decision each segment has; ends: which what is of no stack has, in front of all of them and behind the first."""
-        self.f, self.problem, self.decisions, self.g, self.cut, self.of_segment, self.ends = f, problem, decisions, g, cut, of_segment, ends
-        self.names = [s.name for s in g.program.q.stacks]
-        self.place = {op.name: i for i, op in enumerate(g.program.graph.ops)}
-        inside = [self.place[n] for n in g.program.stack_of]
-        self.first, self.last = min(inside, default=0), max(inside, default=0)
-
-    def run(self) -> Decision | None:
-        kept: dict[int, frozenset[int]] = {}
-        arcs: dict[tuple[int, int], frozenset[int]] = {}
-        for v, value in enumerate(self.cut.values):
-            tensor = self.g.program.q.members[value.name][0]
-            decision, u = self.decision_of(tensor), self.value_of(tensor)
-            if decision is None or u is None:
-                return None
-            for k in decision.kept.get(u, ()):
-                same = self.policy(v, u, k)
-                if same is None:
-                    return None
-                kept[v] = frozenset({same})
-            for direction in (0, 1):
-                found = self.arcs(v, u, direction, decision.arcs.get((u, direction), frozenset()))
-                if found is None:
-                    return None
-                if found:
-                    arcs[v, direction] = found
-        known = {key: i for i, key in enumerate(self.f.names.reruns)}
-        rerun = set()
-        for i, (op, segment) in enumerate(self.g.names.reruns):
-            copies = [c.name for c in self.g.program.copies[op] if self.g.program.q.segment[c.name] == segment]
-            decision, j = self.decision_of(copies[0]), known.get((CLONES.sub("", op), 0))
-            if decision is None or j is None:
-                return None
-            if j in decision.rerun:
-                rerun.add(i)
-        return Decision((0,) * len(self.cut.choices), kept, frozenset(rerun), arcs)
-
-    def decision_of(self, name: str) -> Decision | None:
-        """That of an operator's or a tensor's segment."""
-        op = name.split(".")[0]
-        stack = self.g.program.stack_of.get(op, -1)
-        if stack >= 0:
-            mine = self.of_segment.get(self.names[stack])
-            return self.decisions[mine[self.g.program.q.segment[op]]] if mine else None
-        at = self.place.get(op, 0)
-        return self.decisions[self.ends[0 if at < self.first or at > self.last else 1]]
-
-    def value_of(self, tensor: str) -> int | None:
-        """In the program without cuts."""
-        group = self.f.program.q.group.get(CLONES.sub("", tensor))
-        return None if group is None else self.f.names.value_of.get(group)
-
-    def policy(self, v: int, u: int, k: int) -> int | None:
-        there = self.problem.values[u].policies[k]
-        at = self.f.names.nodes[u][there.node]
-        for i, p in enumerate(self.cut.values[v].policies):
-            if p.medium == there.medium and self.g.names.nodes[v][p.node] == at:
-                return i
-        return None
-
-    def arcs(self, v: int, u: int, direction: int, used: frozenset[int]) -> frozenset[int] | None:
-        mine, theirs = (p.forward if direction == 0 else p.backward for p in (self.cut.values[v], self.problem.values[u]))
-        if not used or theirs is None:
-            return frozenset()
-        if mine is None:
-            return None
-        known = {(self.g.names.nodes[v][a.src], self.g.names.nodes[v][a.dst], a.way, a.stays): i for i, a in enumerate(mine.arcs)}
-        found = set()
-        for a in used:
-            arc = theirs.arcs[a]
-            key = self.f.names.nodes[u][arc.src], self.f.names.nodes[u][arc.dst], arc.way, arc.stays
-            if key in known:
-                found.add(known[key])
-        return frozenset(found)

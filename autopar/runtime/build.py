@@ -35,7 +35,7 @@ from autopar.graph.graph import Graph, Tensor
 from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
 from autopar.graph.varying import Varying
-from autopar.hardware.cluster import Cluster, ClusterError
+from autopar.hardware.cluster import Cluster
 from autopar.hardware.detect import here
 from autopar.offload import OffloadSettings, close_store, next_number, numbered, open_store
 from autopar.passes.stages.separate import owner
@@ -63,13 +63,13 @@ from autopar.runtime.forms import Forms, settled
 from autopar.runtime.init import distribute, materialize
 from autopar.runtime.inputs import InputReader
 from autopar.runtime.larger_calls import larger
+from autopar.runtime.links import prices
 from autopar.runtime.pipeline import Seen, Settings, seen
 from autopar.runtime.stages import Pipeline, StagedStep, stage_mesh, staged
 from autopar.runtime.step import Step
 from autopar.solver.fold import Folded
 from autopar.solver.problem import NVME
 from autopar.tensors.memory_format import laid, order_of
-from autopar.text.log import log
 from autopar.text.progress import told
 
 
@@ -106,11 +106,7 @@ class Builder:
         self.planned = self.layout is not None
         # Whether heads under a loss make no logits; None: not known before there is a plan.
         self.chunked = settled(config.loss_head, given, self.planned)
-        self.once = (
-            CompileOnce(self.groups.id, self.groups.here if self.groups.talks else self.groups.here[:1])
-            if config.backend == "inductor"
-            else None
-        )
+        self.once = CompileOnce(self.groups.id, self.groups.compiling) if config.backend == "inductor" else None
         self.coordinates: dict[str, torch.Tensor] = {}
         self.as_stored = AsStored(self.groups)
         # Of a training call; 0 until it is chosen ("auto").
@@ -119,7 +115,8 @@ class Builder:
         self.chosen: Plan | None = None  # of as many as were chosen, until it is used
         self.load = ExpertLoad(self.groups.rank)
         self.opened = ""  # the store of activations that are away
-        self.links = self._links(self.mesh) if self.mesh.size > 1 else None
+        self.links: Cost | None = None
+        self.links = self.links_of(self.mesh) if self.mesh.size > 1 else None
 
     def arguments(self) -> tuple[tuple[Layout | None, Cluster | None], Facts]:
         """The hand layout, else what to plan for (neither where a plan is given); and what all ranks must pass alike."""
@@ -133,22 +130,10 @@ class Builder:
         return (layout, cluster), self.facts()
 
     def links_of(self, mesh: Mesh) -> Cost | None:
-        """The same prices on another mesh. Collective."""
-        return Cost(self.links.cluster, mesh) if self.links is not None and self.links.cluster.size >= mesh.size else self._links(mesh)
-
-    def _links(self, mesh: Mesh) -> Cost | None:
-        """Prices of the cluster this runs on, as the first rank knows it; None where it is none that there is a description of. Collective."""
-
-        def known() -> str:
-            try:
-                cluster = self.cluster or self.config.request.cluster or here(self.device, mesh.size)
-            except ClusterError as e:
-                log.info("collectives are not joined: %s", e.what)
-                return ""
-            return cluster.model_dump_json() if cluster.size >= mesh.size else ""
-
-        text = from_first(self.groups, known)
-        return Cost(Cluster.model_validate_json(text), mesh) if text else None
+        """Prices of the cluster this runs on, on a mesh; None where it is none that there is a description of. Collective, where they are not known of one as large."""
+        if self.links is not None and self.links.cluster.size >= mesh.size:
+            return Cost(self.links.cluster, mesh)
+        return prices(self.groups, self.cluster or self.config.request.cluster, self.device, mesh)
 
     def facts(self) -> Facts:
         """What must be the same on all ranks before parameters are spread."""
@@ -436,16 +421,9 @@ class Builder:
         request, c = self.config.request, self.config
         budget_bytes = request.memory_bytes or (self.cluster.device.usable_bytes if self.cluster else math.inf)
         s = training_config(
-            stored,
-            trainable,
-            c.precision.reduce,
-            c.optimizer,
-            budget_bytes,
-            c.grad_accumulation,
-            self.micro_batches,
-            c.bucket_collectives,
+            stored, trainable, c.precision.reduce, c.optimizer, budget_bytes, c.grad_accumulation, self.micro_batches, c.bucket_collectives,
             request.imbalance,
-        )
+        )  # fmt: skip
         s = replace(s, fuses=c.backend == "inductor")
         if self.pipeline is not None:
             s = of_a_stage(s, len(self.pipeline.ranks), self.pipeline.lists.stages, self.pipeline.lists.most_in_flight)
