@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar import _torch
+from autopar.kernels.triton import DTYPES, why_not
 
 aten = torch.ops.aten
 LSE_ROWS = 32  # the memory-efficient kernel wants an lse padded to a multiple of this
@@ -289,6 +290,16 @@ def merged(out: Tensor, lse: Tensor, other: Tensor, its: Tensor) -> tuple[Tensor
     return (out * mine + other * theirs).to(out.dtype), both
 
 
+def merge(into: Tensor, sums: Tensor, out: Tensor, lse: Tensor, other: Tensor, its: Tensor) -> None:
+    """`merged`, to where it is to lie; `into` may be `out`, and `sums` `lse`. On a GPU in one pass."""
+    if why_not(out.device, other.dtype) or out.dtype not in DTYPES or out.stride(-1) != 1:
+        into[:], sums[:] = merged(out, lse, other, its)
+        return
+    from autopar.kernels.triton import merge as kernel
+
+    kernel.merge(into, sums, out, lse, _rows(other), its)
+
+
 # ---- the ops -------------------------------------------------------------------------------------------------------
 
 
@@ -311,7 +322,11 @@ def attention(
     out, lse = _new(q, *q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=_wide(q.dtype))
     for piece in pieces:
         found = [_forward(*piece.of(keys, q, k, v), None, causal, scale, None) for keys, causal in piece.parts()]
-        out[:, :, piece.rows], lse[:, :, piece.rows] = merged(*found[0], *found[1]) if len(found) > 1 else found[0]
+        into, sums = out[:, :, piece.rows], lse[:, :, piece.rows]
+        if len(found) > 1:
+            merge(into, sums, *found[0], *found[1])
+        else:
+            into[:], sums[:] = found[0]
     return out, lse
 
 

@@ -30,7 +30,9 @@ from torch import Tensor
 
 from autopar.kernels.exchange import Body, Exchange, over_group
 from autopar.kernels.expert_load import tell
+from autopar.kernels.gates import Gate
 from autopar.kernels.gates import gate as gate_of
+from autopar.kernels.triton import DTYPES, why_not
 
 # ---- rows ----------------------------------------------------------------------------------------------------------
 
@@ -134,6 +136,37 @@ def _sums(rows: Tensor, counts: Sequence[int]) -> Tensor:
     return torch.stack([part.sum(0) for part in rows.split(counts)])
 
 
+# ---- passes over rows, in one each where there is a kernel ---------------------------------------------------------
+
+
+def _kernel(gate: Gate, *rows: Tensor) -> Any:
+    """Of the gate's form; None where there is none for these."""
+    if gate.form is None or any(why_not(t.device, t.dtype) for t in rows):
+        return None
+    from autopar.kernels.triton import gate as kernel
+
+    return kernel
+
+
+def _gated(gate: Gate, h: Tensor) -> Tensor:
+    kernel = _kernel(gate, h)
+    a: Tensor = gate.forward(h) if kernel is None else kernel.forward(gate.form, h)
+    return a
+
+
+def _combined(r: _Route, y: Tensor, shape: Sequence[int], scores: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Rows of (token, k) pairs in the route's order, weighted and added up: [T, D]. shape: [T, K]."""
+    dtypes = (dtype, *([] if scores is None else [scores.dtype]))
+    if why_not(y.device, y.dtype) or any(d not in DTYPES for d in dtypes):
+        rows = r.in_order(y).view(*shape, y.shape[1])
+        return (rows if scores is None else rows * scores.unsqueeze(-1)).sum(1).to(dtype)
+    from autopar.kernels.triton.combine import combine
+
+    place = torch.empty_like(r.order)
+    place[r.order] = torch.arange(len(place), device=place.device)
+    return combine(y.contiguous(), place.view(*shape), scores, dtype)
+
+
 # ---- the bodies ----------------------------------------------------------------------------------------------------
 
 
@@ -151,13 +184,12 @@ def forward_body(
     rows = yield from r.go(x[r.tokens])
     h = _add(_product(rows, up, r.counts), b1, r.counts)
     del rows  # what is done with goes: rows are the most of what an operator takes (`autopar.cost.experts`)
-    a = gate_of(gate).forward(h)
+    a = _gated(gate_of(gate), h)
     del h
     y = _add(_product(a, down, r.counts), b2, r.counts)
     del a
     y = yield from r.back(y)
-    weighted = r.in_order(y).view(*index.shape, y.shape[1]) * scores.unsqueeze(-1)
-    return weighted.sum(1).to(x.dtype)
+    return _combined(r, y, index.shape, scores, x.dtype)
 
 
 def backward_body(
@@ -171,9 +203,15 @@ def backward_body(
     g = (yield from r.go(grad[r.tokens])).to(wide)
     s = yield from r.go(scores.reshape(-1)[r.order].unsqueeze(1))
     h = _add(_product(rows, up, r.counts), b1, r.counts)
-    a = gate_of(gate).forward(h)
-    unweighted = _product(g, down.mT, r.counts)
-    ds = (unweighted.to(wide) * a).sum(-1, keepdim=True)
+    between = gate_of(gate)
+    kernel = _kernel(between, h, s) if h.dtype == w2.dtype else None
+    if kernel is None:
+        a = between.forward(h)
+        unweighted = _product(g, down.mT, r.counts)
+        ds = (unweighted.to(wide) * a).sum(-1, keepdim=True)
+    else:  # over what they are made of: the gradient of h over h, a over the other
+        dh, a, ds = kernel.backward(between.form, h, _product(g, down.mT, r.counts), s)
+        ds = ds.to(wide)
     if b2 is not None:
         ds = ds + (g * _repeated(b2, r.counts)).sum(-1, keepdim=True)
     dy = (g * s).to(w2.dtype)
@@ -181,18 +219,20 @@ def backward_body(
     dw2 = _outer(a, dy, r.counts)
     db2 = grad.new_empty((0,)) if b2 is None else _sums(dy, r.counts)
     del a, dy
-    da = (unweighted * s).to(w2.dtype)
-    del unweighted
-    dh = gate_of(gate).backward(h, da)
-    del h, da
+    if kernel is None:
+        da = (unweighted * s).to(w2.dtype)
+        del unweighted
+        dh = between.backward(h, da)
+        del da
+    del h
     dw1 = _outer(rows, dh, r.counts)
     del rows
-    dx = r.in_order((yield from r.back(_product(dh, up.mT, r.counts)))).view(*index.shape, x.shape[1]).sum(1)
+    dx = _combined(r, (yield from r.back(_product(dh, up.mT, r.counts))), index.shape, None, x.dtype)
     ds = r.in_order((yield from r.back(ds.to(scores.dtype)))).view(scores.shape)
     if not transposed:
         dw1, dw2 = dw1.mT.contiguous(), dw2.mT.contiguous()
     db1 = grad.new_empty((0,)) if b1 is None else _sums(dh, r.counts)
-    return dx.to(x.dtype), ds, dw1, dw2, db1, db2
+    return dx, ds, dw1, dw2, db1, db2
 
 
 # ---- the ops -------------------------------------------------------------------------------------------------------

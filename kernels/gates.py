@@ -15,16 +15,19 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from autopar.kernels.gate_forms import GateForm, form_of
+
 # Sizes that no constant of a model has: a trace that works with them depends on none.
 ROWS, FEATURES = 7, 46
 
 
 @dataclass(frozen=True)
 class Gate:
-    """forward: h [S, G] -> a [S, F]. backward: (h, gradient of a) -> gradient of h."""
+    """forward: h [S, G] -> a [S, F]. backward: (h, gradient of a) -> gradient of h. form: what it is, where a kernel may do both (`triton/gate.py`)."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule
+    form: GateForm | None = None
 
 
 _GATES: dict[str, Gate] = {}
@@ -65,4 +68,4 @@ def _traced(fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Gate | None:
     if any(n.op == "get_attr" or torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in nodes):
         return None
     each_row = a.dim() == 2 and a.shape[0] == ROWS and a.dtype == dtype and torch.allclose(forward(h[:3]), a[:3])
-    return Gate(forward, backward) if each_row else None
+    return Gate(forward, backward, form_of(forward, ROWS, FEATURES)) if each_row else None

@@ -17,7 +17,8 @@ a byte is more than the product it saves below 800 tokens a chunk; it holds dw f
 ranks split the vocabulary, has to wait for them in every chunk. Here tiles go over the vocabulary outside and tokens inside: a block of dw is done before the next one
 begins, and ranks that split the vocabulary meet once, over three numbers a token.
 
-Products are made in the operands' dtype, as the plain layer makes them, all else in float32. A body's name changes with it: compiled graphs are cached by name.
+Products are made in the operands' dtype, as the plain layer makes them, all else in float32. On a GPU a tile's scores are passed over once each way, by a kernel (`triton/scores.py`), where it takes
+them; elsewhere by `add_statistics` and `gradient`, which mean the same. A body's name changes with it: compiled graphs are cached by name.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import torch
 from torch import Tensor
 
 from autopar.kernels.tiles import sides
+from autopar.kernels.triton import why_not
 
 
 def _spans(size: int, step: int) -> Iterator[slice]:
@@ -40,12 +42,15 @@ def _wide(t: Tensor) -> torch.dtype:
     return torch.promote_types(t.dtype, torch.float32)
 
 
-def _scores(h: Tensor, w: Tensor, b: Tensor | None, scale: float, cap: float) -> Tensor:
+def _products(h: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    return torch.mm(h, w.t()) if b is None else torch.addmm(b, h, w.t())
+
+
+def _scores(x: Tensor, scale: float, cap: float) -> Tensor:
     """In the operands' dtype where nothing is done to them: what reads them then computes in float32 all the same, without a copy of them."""
-    z = torch.mm(h, w.t()) if b is None else torch.addmm(b, h, w.t())
     if cap:
-        return z.to(_wide(h)).mul_(scale / cap).tanh_().mul_(cap)
-    return z if scale == 1.0 else z.to(_wide(h)).mul_(scale)
+        return x.to(_wide(x)).mul_(scale / cap).tanh_().mul_(cap)
+    return x if scale == 1.0 else x.to(_wide(x)).mul_(scale)
 
 
 def _less(z: Tensor, column: Tensor) -> Tensor:
@@ -61,6 +66,49 @@ def _here(target: Tensor, words: slice) -> tuple[Tensor, Tensor]:
     return torch.where(here, target - words.start, 0).unsqueeze(1), here.unsqueeze(1)
 
 
+def add_statistics(
+    x: Tensor, target: Tensor, first: int, scale: float, cap: float, picked: Tensor, total: Tensor | None, largest: Tensor, rest: Tensor
+) -> None:
+    """Adds a tile of products x, the first of whose columns is of word `first`, to what is known of its rows: the sum of exp z so far is rest exp(largest). Spends x."""
+    at, here = _here(target, slice(first, first + x.shape[1]))
+    z = _scores(x, scale, cap)
+    del x
+    picked += torch.where(here, z.gather(1, at), 0.0).squeeze(1)
+    if total is not None:
+        total += z.sum(1, dtype=total.dtype)
+    more = torch.maximum(largest, z.amax(1))
+    rest.mul_((largest - more).exp_()).add_(_less(z, more.unsqueeze(1)).exp_().sum(1))
+    largest.copy_(more)
+
+
+def gradient(
+    x: Tensor, target: Tensor, first: int, scale: float, cap: float, lse: Tensor, picked: Tensor, total: Tensor | None, normal: Tensor
+) -> Tensor:
+    """Of a tile of products x, given those of the three results. Spends x."""
+    dtype, (at, here) = x.dtype, _here(target, slice(first, first + x.shape[1]))
+    z = _scores(x, scale, cap)
+    del x
+    d = _less(z, lse.unsqueeze(1)).exp_().mul_(normal.unsqueeze(1))
+    d.scatter_add_(1, at, torch.where(here, picked.unsqueeze(1), 0.0))
+    if total is not None:
+        d.add_(total.unsqueeze(1))
+    if cap:
+        d.mul_(z.div_(cap).square_().neg_().add_(1.0))
+    if scale != 1.0:
+        d.mul_(scale)
+    del z
+    return d.to(dtype)
+
+
+def _passes(h: Tensor) -> tuple[Any, Any]:
+    """`add_statistics` and `gradient`, or the kernels that do the same."""
+    if why_not(h.device, h.dtype):
+        return add_statistics, gradient
+    from autopar.kernels.triton import scores
+
+    return scores.add_statistics, scores.gradient
+
+
 @torch.library.custom_op("autopar::linear_log_prob_v1", mutates_args=())
 def linear_log_prob(
     h: Tensor, w: Tensor, b: Tensor | None, target: Tensor, with_total: bool, scale: float, cap: float, tile: int
@@ -69,21 +117,23 @@ def linear_log_prob(
     chunk, block = sides(tokens, words, tile)
     picked = h.new_zeros(tokens, dtype=_wide(h))
     total = torch.zeros_like(picked) if with_total else picked.new_empty(0)
-    largest, rest = (
-        torch.full_like(picked, -math.inf),
-        torch.zeros_like(picked),
-    )  # of the words so far: the sum of exp z is rest exp(largest)
+    largest, rest = torch.full_like(picked, -math.inf), torch.zeros_like(picked)
+    add, _ = _passes(h)
     for v in _spans(words, block):
         for t in _spans(tokens, chunk):
-            z = _scores(h[t], w[v], None if b is None else b[v], scale, cap)
-            at, here = _here(target[t], v)
-            picked[t] += torch.where(here, z.gather(1, at), 0.0).squeeze(1)
-            if with_total:
-                total[t] += z.sum(1, dtype=total.dtype)
-            more = torch.maximum(largest[t], z.amax(1))
-            rest[t] = rest[t] * (largest[t] - more).exp_() + _less(z, more.unsqueeze(1)).exp_().sum(1)
-            largest[t] = more
-            del z  # before the next tile is made
+            # Products have no name here: where something wider is made of them, they go.
+            bias = None if b is None else b[v]
+            add(
+                _products(h[t], w[v], bias),
+                target[t],
+                v.start,
+                scale,
+                cap,
+                picked[t],
+                total[t] if with_total else None,
+                largest[t],
+                rest[t],
+            )
     return picked, total, largest + rest.log()
 
 
@@ -108,24 +158,14 @@ def linear_log_prob_backward(
     dh = h.new_zeros(h.shape if wanted[0] else (0,), dtype=wide if block < words else h.dtype)
     dw = w.new_empty(w.shape if wanted[1] else (0,))
     db = w.new_zeros(words if wanted[2] else 0, dtype=wide)
-    column = [None if g is None else g.to(wide).unsqueeze(1) for g in (picked, total, normal, lse)]
+    _, gradient_of = _passes(h)
+    rows = [None if g is None else g.to(wide) for g in (picked, total, normal, lse)]
     for v in _spans(words, block):
         part = w.new_zeros((v.stop - v.start, w.shape[1]) if wanted[1] else (0,), dtype=wide if chunk < tokens else w.dtype)
         for t in _spans(tokens, chunk):
-            p, q, n, normaliser = (None if c is None else c[t] for c in column)
-            assert p is not None and n is not None and normaliser is not None
-            z = _scores(h[t], w[v], None if b is None else b[v], scale, cap)
-            d = _less(z, normaliser).exp_().mul_(n)
-            at, here = _here(target[t], v)
-            d.scatter_add_(1, at, torch.where(here, p, 0.0))
-            if q is not None:
-                d.add_(q)
-            if cap:
-                d.mul_(z.div_(cap).square_().neg_().add_(1.0))
-            if scale != 1.0:
-                d.mul_(scale)
-            del z
-            d = d.to(h.dtype)
+            p, q, n, normaliser = (None if c is None else c[t] for c in rows)
+            bias = None if b is None else b[v]
+            d = gradient_of(_products(h[t], w[v], bias), target[t], v.start, scale, cap, normaliser, p, q, n)
             if wanted[0]:
                 _add_product(dh[t], d, w[v])
             if wanted[1]:

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from autopar.graph.runs import strip, strips
-from autopar.kernels.attention import _backward_of, _forward, _kernel, _laid, _new, _ungroup, _wide, merged
+from autopar.kernels.attention import _backward_of, _forward, _kernel, _laid, _new, _ungroup, _wide, merge, merged
 from autopar.kernels.exchange import Body, Exchange, over_group
 
 Later = Callable[[], Tensor]
@@ -181,9 +181,12 @@ def forward_body(
         keys, values = _unpacked(held, k, v)
         for (rows, seen, causal), some, share in ring.of(hop):
             found, its = _forward(q[:, :, rows], keys[:, :, seen], values[:, :, seen], some, causal, scale, None)
-            both, sums = merged(out[:, :, rows], lse[:, :, rows], found, its)
-            out[:, :, rows] = both if share is None else torch.where(share < 0, both, out[:, :, rows] + share * found)
-            lse[:, :, rows] = sums
+            into, sums = out[:, :, rows], lse[:, :, rows]
+            if share is None:
+                merge(into, sums, into, sums, found, its)
+            else:
+                both, sums[:] = merged(into, sums, found, its)
+                into[:] = torch.where(share < 0, both, into + share * found)
         if later is not None:
             held = later()
     return _laid(out.to(q.dtype)), lse

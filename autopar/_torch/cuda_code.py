@@ -126,11 +126,11 @@ def _compiled(name: str, source: str, folder: Path) -> Kernel:
             made = kernel._precompile_config(config).kernel
         except Exception as e:
             return Kernel(name, error=str(e).strip().splitlines()[-1])
-        tried.append(_resources(name, made.asm["cubin"], folder))
+        tried.append(resources(name, made.asm["cubin"], folder))
     return min(tried, key=lambda k: k.stack)
 
 
-def _resources(name: str, cubin: bytes, folder: Path) -> Kernel:
+def resources(name: str, cubin: bytes, folder: Path) -> Kernel:
     """As cuobjdump says, which comes with triton."""
     path = folder / f"{name}.cubin"
     path.write_bytes(cubin)

@@ -35,7 +35,15 @@ def main() -> int:
 
     several = ["-n", str(min(8, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") else []
     folder = Path(__file__).parent
-    files = [folder, *(folder.parent / "unit" / f"test_{name}.py" for name in ("attention", "loss_head"))]  # which run on both
+    from autopar.kernels import triton
+
+    reason = triton.why_not(torch.device("cuda" if torch.cuda.is_available() else "cpu"), torch.bfloat16)
+    print(f"Triton kernels run: {'no, ' + reason if reason else 'yes'}")
+    files = [
+        folder,
+        folder.parent / "kernels",
+        *(folder.parent / "unit" / f"test_{name}.py" for name in ("attention", "loss_head")),
+    ]  # which run on both
     return int(
         pytest.main(["-q", "-p", "no:cacheprovider", "-m", "not wide", *several, *map(str, files), *sys.argv[1:]], plugins=[AtOnce()])
     )
