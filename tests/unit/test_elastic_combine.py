@@ -43,7 +43,9 @@ def test_the_best_combination_is_that_of_all_of_them(seed):
     sizes = r.sample(range(1, 6), r.randint(1, 3))
     places = [r.randint(0, 5) for _ in range(r.randint(1, 2))] if seed % 2 else [r.randint(1, 8)]
     batch = r.randint(1, 7)
-    tables = {k: list(itertools.accumulate([r.choice([0.0, r.random(), 1.0 / k]) for _ in range(batch)], initial=r.random()))[1:] for k in sizes}
+    tables = {
+        k: list(itertools.accumulate([r.choice([0.0, r.random(), 1.0 / k]) for _ in range(batch)], initial=r.random()))[1:] for k in sizes
+    }
     speeds = {k: lambda x, k=k: tables[k][x - 1] for k in sizes}
     weight = r.choice([0.0, 0.1, 1.0])
 

@@ -1,11 +1,11 @@
-"""Plans ahead for every number of devices that may be left, without a cluster, and what failures cost by them.
+"""Plans ahead for every number of devices that may be left, without a cluster.
 
-In: a model, shapes, a cluster. Out: `templates` (templates.py), which prices groups of devices (groups.py), combines them (combine.py) and says what moves (moves.py); `simulate` (goodput.py), which
-replays failures (failures.py) on what that predicts, beside checkpoints (checkpoints.py) and others. **Another way to live with failures is a policy in policies.py.**
+In: a model, shapes, a cluster. Out: `templates` (templates.py), which prices groups of devices (groups.py), combines them (combine.py) and says what moves (moves.py).
+**Another way to combine groups goes into combine.py, beside its test against brute force.**
 """
 
 from __future__ import annotations
 
-from autopar.elastic.plans.templates import Templates, templates
+from autopar.elastic.plans.templates import Size, Templates, templates
 
-__all__ = ["Templates", "templates"]
+__all__ = ["Size", "Templates", "templates"]

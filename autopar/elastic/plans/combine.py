@@ -89,7 +89,9 @@ def best(speeds: Mapping[int, Speed], places: Sequence[int], batch: int, sync: S
     """The fastest way to fill `places` (units of each) by groups of `speeds`' sizes that do `batch` parts; where it is as fast, one without idle units. None: no group fits."""
     if batch < 1 or any(k < 1 for k in speeds) or any(u < 0 for u in places):
         raise AutoparError(
-            f"{batch} parts of a batch, groups of {sorted(speeds)} units, places of {list(places)}", where="combine", fix="give whole numbers from 1"
+            f"{batch} parts of a batch, groups of {sorted(speeds)} units, places of {list(places)}",
+            where="combine",
+            fix="give whole numbers from 1",
         )
     found: Combination | None = None
     for idles in (False, True):

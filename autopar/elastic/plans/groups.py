@@ -6,14 +6,12 @@ priced of one capture: a micro-batch is captured once, and solved once for each 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from autopar.errors import AutoparError
 from autopar.hardware.cluster import Cluster
 from autopar.planner.layout import Layout
 from autopar.predict import memory
@@ -26,7 +24,9 @@ from autopar.search.cache import Cache
 from autopar.search.lower_bound import Pieces
 from autopar.search.price import Prices
 from autopar.search.solutions import MicroBatches
-from autopar.search.space import Family, Shape, Space
+from autopar.search.space import Shape, Space
+
+LAYOUTS = 8  # the best by as much for every device, of which one may be better where parts do not divide
 
 
 class Survivors(Cluster):
@@ -107,25 +107,26 @@ class Groups:
             self.model, self.inputs, self.cluster, self.runtime, self.loss_fn, self.precision, Cache(None), self.in_subprocess
         )
 
-    def group(self, units: int, devices: int, each: int) -> tuple[Group | None, float]:
-        """The fastest group on so many devices, by `each` parts a device; None where none keeps to the memory, and the least that is missing then, bytes.
-
-        No layout that `autopar.search` tries is faster. Experts are not shared: a group whose ranks have one part less exchanges nothing in it.
+    def group(self, units: int, devices: int, each: int, parts: int) -> tuple[Group | None, float]:
+        """The fastest group on so many devices: of the best layouts by `each` parts a device, the one that does `parts` soonest. None where none keeps to the memory, and the least that is
+        missing then, bytes. Pipelines have one stage a rank, which any number of parts may go through; experts are not shared, since ranks may have one part less.
         """
         where = survivors(self.cluster, devices)
-        space = Space(micro_batch=(self.micro_batch,), idle=False, whole_nodes=False, ep=(1,))
+        space = Space(micro_batch=(self.micro_batch,), idle=False, whole_nodes=False, ep=(1,), virtual=(1,))
         bounds = Bounds(space, where, self.runtime, self.optimizer, self.budget_bytes)
         batch = self.micro_batch * each * devices
         prices = Prices(bounds, type(self.model).__name__, batch, tokens_of(self.inputs), self.precision)
-        found = BestFirst(space, bounds, prices, self.micros, 1, lambda p: None).run()
-        if not found:
-            return None, bounds.short_bytes
-        lay = found[0].layout
-        dp = lay.replicas(devices)
-        shape = Shape(lay.micro_batch, lay.tp, lay.cp, lay.pp, dp, batch // lay.micro_batch // dp, lay.sequence_parallel)
-        pieces = self.micros.pieces(Family(shape, lay.virtual, lay.recompute).shape)
-        assert pieces is not None
-        return Group(units, where, lay, pieces, self.runtime, self.optimizer), 0.0
+        found = []
+        for r in BestFirst(space, bounds, prices, self.micros, LAYOUTS, lambda p: None).run():
+            lay, dp = r.layout, r.layout.replicas(devices)
+            pieces = self.micros.pieces(
+                Shape(lay.micro_batch, lay.tp, lay.cp, lay.pp, dp, batch // lay.micro_batch // dp, lay.sequence_parallel)
+            )
+            assert pieces is not None
+            made = Group(units, where, lay, pieces, self.runtime, self.optimizer)
+            if made.step(parts).fullest_bytes <= self.budget_bytes:
+                found.append(made)
+        return min(found, key=lambda g: g.seconds(parts), default=None), bounds.short_bytes
 
     def sync_s(self, params: float, groups: int, devices: int, left: int) -> float:
         """That R groups wait for the sum of their gradients: rings between ranks that hold the same part, 2 (R - 1) / R of a part to send, by the part of a rank of the
@@ -136,10 +137,3 @@ class Groups:
         cost = cost_of(Layout(tp=devices), groups, self.runtime, where)
         nbytes = 2 * (groups - 1) / groups * params * self.runtime.reduce_bytes / devices
         return cost.collective("all_reduce", cost.mesh.children("dp"), nbytes).seconds
-
-
-def checked_batch(batch: int, micro_batch: int, least: int) -> int:
-    """Parts of a batch. least: devices that have to have one."""
-    if batch % micro_batch or batch < 1 or micro_batch < 1:
-        raise AutoparError(f"a batch of {batch} is no number of micro-batches of {micro_batch}", where="micro_batch", fix="give a divisor of the batch")
-    return math.ceil(batch / micro_batch / least) and batch // micro_batch

@@ -35,8 +35,8 @@ def places(layout: Layout, devices: int) -> Rectangles:
 
 
 def moved(before: Sequence[Rectangles], after: Sequence[Rectangles], lost: int) -> tuple[float, float]:
-    """Shares of the whole state: (in all, to the device that gets the most). before, after: the groups' ranks; lost: the group of `before` that loses `lost` devices, its last ones
-    (they are alike): see `worst`."""
+    """Shares of the whole state: (in all, to the device that gets the most). before, after: the groups' ranks; lost: so many devices, the last ones of the first
+    group of `before`, are gone."""
     old = [r if i else r[: len(r) - lost] for i, r in enumerate(before)]
     left = Counter(r.tobytes() for r in old)
     new = []
