@@ -18,7 +18,7 @@ FOLDERS = {"autopar": "autopar", "autopar.solver": "solver", "autopar.passes": "
 # From what everything stands on to what stands on everything. `hardware.calibrate` runs steps, so it comes late.
 ROOMS = (
     "errors", "text", "graph", "tensors", "_torch", "kernels", "rules", "hardware", "cost", "timeline", "pipeline", "plan", "solver", "capture", "models", "planner", "offload", "passes", "simulate",
-    "distributed", "checkpoint", "runtime", "elastic", "watch", "predict", "search", "api", "integrations", "hardware.calibrate", "report", "cli", "run", "__main__",
+    "distributed", "checkpoint", "runtime", "elastic", "watch", "predict", "search", "elastic.plans", "api", "integrations", "hardware.calibrate", "report", "cli", "run", "__main__",
 )  # fmt: skip
 
 

@@ -31,7 +31,8 @@ class Space:
     ep: divisors of the number of routed experts, of the ranks that have data; where tp or cp is 1 (`Layout` has two roles for a micro-batch's devices).
     tp: powers of two and divisors, up to a node's devices. cp: powers of two up to a node's devices that divide the sequence. pp: divisors of the devices and of the layers.
     virtual: all that deal the layers evenly, but for the first and the last stage, which may have one less. micro_batch: 1 to 8. offload: whether
-    activations may be kept in host memory. sequence_parallel: None is as is fastest. idle: whether devices may be left without work.
+    activations may be kept in host memory. sequence_parallel: None is as is fastest. idle: whether devices may be left without work. whole_nodes: whether
+    more devices than a node has are whole nodes.
     """
 
     tp: tuple[int, ...] | None = None
@@ -44,6 +45,7 @@ class Space:
     offload: bool = True
     sequence_parallel: tuple[bool | None, ...] = (None,)
     idle: bool = True
+    whole_nodes: bool = True
     ep: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -67,7 +69,7 @@ class Space:
             raise LayoutError(
                 f"{', '.join(sorted(odd))} cannot be restricted", where="options", fix=f"use {', '.join(f.name for f in fields(Space))}"
             )
-        sizes: dict[str, Any] = {k: v if k in ("offload", "idle") else tuple(v) for k, v in given.items()}
+        sizes: dict[str, Any] = {k: v if k in ("offload", "idle", "whole_nodes") else tuple(v) for k, v in given.items()}
         return Space(**sizes)
 
 
@@ -131,7 +133,7 @@ def shapes(space: Space, cluster: Cluster, global_batch: int, tokens: int, layer
                         continue
                     for dp in dps:
                         n = tp * cp * pp * dp
-                        if (n == size if not space.idle else n <= size) and (n <= node or n % node == 0):
+                        if (n == size if not space.idle else n <= size) and (n <= node or n % node == 0 or not space.whole_nodes):
                             for sp in space.sequence_parallel if tp > 1 else (None,):
                                 for ep in eps if min(tp, cp) == 1 else {1} & {*eps}:
                                     if dp % ep == 0:
