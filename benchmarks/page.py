@@ -420,6 +420,10 @@ def elastic(results: dict[str, Result]) -> str:
         ]
         for x in results["elastic_joins"]["joins"]
     ]
+    ahead = results["elastic_templates"]
+    plans = [
+        [str(x["devices"]), f"{x['step_s']:.2f} s", size(x["memory_bytes"]), size(x["moved_bytes"]), str(x["idle"])] for x in ahead["sizes"]
+    ]
     return f"""## Surviving a process
 
 A Llama of {r["layers"]} layers and width {r["hidden"]}, `{r["layout"]}` on {r["processes"]} gloo processes of this machine ({r["backend"]}), under [the supervisor](elastic.md). From a kill in the midst of
@@ -438,7 +442,12 @@ would not. Each rank kept {size(r["held_bytes"])} in host memory at most.
 
 {table(["case", "step", "ratio"], cost)}
 
-{origin(results, "elastic", "elastic_joins")}"""
+[Plans ahead](elastic.md#plans-ahead) of {ahead["model"]} on {ahead["cluster"]}, {ahead["batch"]} sequences of {ahead["tokens"]:,}, by the cost model's prices, made in
+{ahead["seconds"]:.0f} s. "moves": from the number above, at most.
+
+{table(["devices", "step", "memory", "moves", "idle"], plans)}
+
+{origin(results, "elastic", "elastic_joins", "elastic_templates")}"""
 
 
 def overlap(results: dict[str, Result]) -> str:

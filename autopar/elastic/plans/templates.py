@@ -2,7 +2,7 @@
 
 A template is the fastest group on k units (groups.py). For each number that may be left the answer is the faster of: one group over all that is left; groups of the template sizes
 beside each other, each with the share of the global batch that its speed earns, in whole micro-batches, combined exactly (combine.py; heterogeneous templates: Jang et al., "Oobleck", SOSP
-'23, section 4). The global batch is kept. Where units are devices a template lies within a node, and survivors are taken to be spread: each further device is lost on a
+'23, section 4); the answer for fewer, where that is faster: micro-batches are whole. The global batch is kept. Where units are devices a template lies within a node, and survivors are taken to be spread: each further device is lost on a
 node that has the most, which leaves the fewest whole nodes. `Templates.of` answers for any other distribution.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -224,27 +224,32 @@ def templates(
 
     filled = fillable(tuple(small), total) if small else (False,) * (total + 1)
     gap = frobenius(tuple(small))
-    rows: list[Size] = []
-    above: tuple[Combination, dict[int, Group]] | None = None
+    answers: dict[int, Answer] = {}
     for units in range(total, total - survive - 1, -1):
         where_left = (units,) if unit == "node" else spread(where.nodes, node, where.size - units)
         tell(f"{units} {unit}s")
-        made = combined(where_left)
         one = group(units) if one_group else None
         one_s = None if one is None else one.seconds(parts)
         same = even(speeds, where_left, parts, sync_of(units)) if small else None
-        if one is not None and one_s is not None and (made is None or one_s <= made.step_s):
+        made = combined(where_left)
+        if one_s is not None and (made is None or one_s <= made.step_s):
             made = Combination(((units, parts),), one_s, 0.0, 0)
-        can = all(filled[u] for u in where_left)
+        answers[units] = Answer(made, one_s, None if same is None else same.step_s, all(filled[u] for u in where_left))
+        if made is None and units == total:
+            short = min(lacking.values(), default=0.0)
+            raise InfeasibleError(
+                constraint=f"memory of all {total} {unit}s", shortfall_bytes=int(short) if math.isfinite(short) else 0,
+                remedy="more devices, larger groups (sizes), a smaller micro-batch",
+            )  # fmt: skip
+    spared(answers)
+    rows: list[Size] = []
+    above: tuple[Combination, dict[int, Group]] | None = None
+    for units, answer in answers.items():
+        made = answer.made
         if made is None:
             short = min(lacking.values(), default=0.0)
             why = f"no group fits: {format_bytes(short)} a device are missing" if math.isfinite(short) else "no group fits"
-            if not rows:
-                raise InfeasibleError(
-                    constraint=f"memory of all {total} {unit}s", shortfall_bytes=int(short) if math.isfinite(short) else 0,
-                    remedy="more devices, larger groups (sizes), a smaller micro-batch",
-                )  # fmt: skip
-            rows.append(Size(units, units * per, None, filled=can, why=why))
+            rows.append(Size(units, units * per, None, filled=answer.filled, why=why))
             above = None
             continue
         its = {k: known[k] for k in made.counts}
@@ -253,7 +258,7 @@ def templates(
         rows.append(
             Size(
                 units, units * per, made.step_s, max(its[k].step(x).fullest_bytes for k, x in made.groups), made.text(), {k: str(g.layout) for k, g in its.items()}, made.groups, made.sync_s,
-                made.idle * per, one_s, None if same is None else same.step_s, everywhere * state, busiest * state, can,
+                made.idle * per, answer.one_s, answer.even_s, everywhere * state, busiest * state, answer.filled,
             )
         )  # fmt: skip
         above = made, its
@@ -263,6 +268,25 @@ def templates(
         type(model).__name__, where.name, unit, global_batch, micro_batch, tokens_of(inputs), tuple(rows), {k: str(g.layout) for k, g in small.items()},
         {k: b for k, b in lacking.items() if k in asked or k >= total - survive}, None if gap is None else gap + 1, STATE_BYTES * params, link, combined,
     )  # fmt: skip
+
+
+@dataclass
+class Answer:
+    """Of so many units. one_s, even_s, filled: as of Size."""
+
+    made: Combination | None
+    one_s: float | None
+    even_s: float | None
+    filled: bool
+
+
+def spared(answers: dict[int, Answer]) -> None:
+    """Where fewer units are faster than all, as whole micro-batches may have it, the rest idle. Keys: neighbouring numbers."""
+    for units in sorted(answers):
+        fewer = answers[units - 1].made if units - 1 in answers else None
+        mine = answers[units]
+        if fewer is not None and (mine.made is None or fewer.step_s < mine.made.step_s):
+            mine.made = replace(fewer, idle=fewer.idle + 1)
 
 
 STATE_BYTES = 12.0  # of a parameter: what is stepped and two moments, in single precision
