@@ -8,6 +8,7 @@ is a soak: runs with losses at random places until so many were survived. With -
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import pickle
 import random
@@ -73,6 +74,7 @@ class Task:
     joins: int = 1  # as many have to, for that
     passes: int = 1  # through the data, each of as many steps
     late_s: float = -1.0  # the run begins without the other nodes, which come so much later; below 0: at once
+    axes: tuple[tuple[str, int], ...] = ()  # of the mesh, behind "dp"
     others_program: str = ""  # what is different in a worker that is to join: "width", "dropout", "optimizer", "data"
 
     def mates(self, worker: int) -> tuple[int, range]:
@@ -212,7 +214,8 @@ def _work(task: Task, told: Any) -> Done:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     elastic = autopar.Elastic(survive=task.survive, silence_s=task.silence_s, regroup_s=20.0, every=task.every)
     other = task.others_program if newcomer.joins() else ""
-    mesh = {"dp": task.ranks if task.late_s < 0 else dist.get_world_size()}
+    inner = dict(task.axes)
+    mesh = {"dp": (task.ranks if task.late_s < 0 else dist.get_world_size()) // math.prod(inner.values()), **inner}
     model = autopar.compile(
         _model(other),
         mesh,

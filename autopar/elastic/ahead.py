@@ -8,6 +8,7 @@ get real groups. Steps of a size that is left are kept for when it comes again. 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from autopar import _torch
 from autopar.distributed.agreement import all_gathered
 from autopar.distributed.groups import Groups, prefix_of
+from autopar.elastic.meshes import axes_for
 from autopar.errors import AutoparError
 from autopar.graph.mesh import Mesh
 from autopar.passes.sharding.groups import group_name
@@ -30,13 +32,12 @@ from autopar.text.progress import told
 
 
 class Placeholder(Groups):
-    """The groups of a mesh of `size` ranks that does not exist yet. asked: axes that a step has collectives over, in order."""
+    """The groups of a mesh that does not exist yet. axes: its sizes; asked: axes that a step has collectives over, in order."""
 
-    def __init__(self, like: Groups, size: int) -> None:
-        (name,) = like.axes
-        self.axes = {name: size}
+    def __init__(self, like: Groups, axes: dict[str, int]) -> None:
+        self.axes = axes
         self.mesh = Mesh.of(self.axes)
-        self.here = self.ranks = list(range(size))
+        self.here = self.ranks = list(range(self.mesh.size))
         self.prefix = prefix_of(self.ranks, self.axes, like.device_mesh.device_type)
         self.asked: list[tuple[str, ...]] = []
         self.held: dict[tuple[str, ...], Any] = {}
@@ -63,14 +64,19 @@ class Ready:
 
 
 class Ahead:
-    """Of one module. smallest: number of ranks to be ready for; largest: the same, where processes may join."""
+    """Of one module. smallest: number of ranks to be ready for; largest: the same, where processes may join; axes: those that meshes of other sizes follow."""
 
-    def __init__(self, model: ParallelModule, smallest: int, largest: int = 0) -> None:
+    def __init__(self, model: ParallelModule, smallest: int, largest: int = 0, axes: Mapping[str, int] | None = None) -> None:
         self.model, self.smallest, self.largest = model, smallest, max(largest, model._builder.mesh.size)
+        self.axes = dict(axes or model._builder.groups.axes)
         self.ready: dict[int, Ready] = {}
         self.seen: list[Program] = []  # programs that were made ahead already, or cannot be
         self.made, self.left_out = 0, 0
-        check_sizes(model._builder, smallest, self.largest)
+        check_sizes(model._builder, self.axes, smallest, self.largest)
+
+    def axes_for(self, ranks: int) -> dict[str, int]:
+        """The mesh of so many ranks."""
+        return axes_for(self.axes, ranks)
 
     def make(self) -> None:
         """Of the programs that the module has by now and that are new, the steps for all other numbers of ranks. All ranks call it alike."""
@@ -86,14 +92,14 @@ class Ahead:
                     self.left_out += 1
                     continue
                 for n in sizes:
-                    ready = self.ready.setdefault(n, Ready(Placeholder(builder.groups, n)))
+                    ready = self.ready.setdefault(n, Ready(Placeholder(builder.groups, self.axes_for(n))))
                     ready.kinds.append((kind, replace(program, step=_step(builder, program.step, ready.groups), sized={})))
                     self.made += 1
 
     def keep(self) -> None:
         """Before the mesh is left: the steps that there are for its size, apart from its groups, which end."""
         model, groups = self.model, self.model._builder.groups
-        ready = self.ready.setdefault(groups.mesh.size, Ready(Placeholder(groups, groups.mesh.size)))
+        ready = self.ready.setdefault(groups.mesh.size, Ready(Placeholder(groups, dict(groups.axes))))
         ready.groups.asked = sorted({*ready.groups.asked, *(axes for axes in groups.made if axes[:1] != ("between",))})
         for kind, programs in model._programs.kinds.items():
             for program in programs:
@@ -126,22 +132,28 @@ class Ahead:
         assert ready.groups.prefix == builder.groups.prefix
         for axes in ready.groups.asked:
             builder.groups.ensure(axes)
-        params = {n: c for _, p in ready.kinds for n, c in p.step.plan.params.items()}
         for kind, program in ready.kinds:
             step = program.step
             step.groups, step.settings = builder.groups, replace(step.settings, once=builder.once)
             self.model._programs.kinds.setdefault(kind, []).append(program)
             self.seen.append(program)
-            if step.has_backward or builder.plan is None:
-                builder.plan = replace(step.plan, params=params)
         return bool(ready.kinds)
+
+    def adopt(self) -> None:
+        """The plan of the mesh that the module lies on now is that of the steps that there are, and says where parameters are stored."""
+        builder = self.model._builder
+        steps = [p.step for programs in self.model._programs.kinds.values() for p in programs]
+        params = {n: c for s in steps for n, c in s.plan.params.items()}
+        for s in sorted(steps, key=lambda s: s.has_backward):
+            builder.plan = replace(s.plan, params=params)
 
 
 def _text(kind: Any, program: Program) -> str:
     """The same on two ranks where it is the same program, compiled alike."""
     step = program.step
     halves = [step.base.forward, *(parts.backward for _, (parts, _) in sorted(step.backwards.items()))]
-    said = "\n".join([repr(kind), repr(program.shapes), repr(sorted(step.backwards)), *(gm.code for gm in halves if gm is not None)])
+    stored = [f"{n}: {c.storage}" for n, c in sorted(step.plan.params.items())]
+    said = "\n".join([repr(kind), repr(program.shapes), repr(sorted(step.backwards)), *stored, *(gm.code for gm in halves if gm is not None)])
     return hashlib.sha256(said.encode()).hexdigest()
 
 
@@ -165,7 +177,7 @@ def _layout_of(builder: Builder) -> str | Layout:
     return layout
 
 
-def check_sizes(builder: Builder, smallest: int, largest: int = 0) -> None:
+def check_sizes(builder: Builder, axes: Mapping[str, int], smallest: int, largest: int = 0) -> None:
     """Raises AutoparError where the layout has no form on some number of ranks down to `smallest`, or up to `largest`: now, not when it comes."""
     n = builder.mesh.size
     if smallest < 1:
@@ -174,10 +186,9 @@ def check_sizes(builder: Builder, smallest: int, largest: int = 0) -> None:
             where="autopar.compile, elastic=",
             fix=f"survive={n - 1} at most, or more processes",
         )
-    (name,) = builder.groups.axes
     for other in range(max(n, largest), smallest - 1, -1):
         try:
-            Layout.of(_layout_of(builder), Mesh.of({name: other}))
+            Layout.of(_layout_of(builder), Mesh.of(axes_for(axes, other)))
         except AutoparError as e:
             raise AutoparError(
                 f"there is no plan for {other} processes: {e.what}", where=e.where or "autopar.compile, elastic=", fix=e.fix

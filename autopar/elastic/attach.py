@@ -13,7 +13,7 @@ from autopar import _torch
 from autopar.elastic import program, words
 from autopar.elastic.ahead import Ahead
 from autopar.elastic.member import Member
-from autopar.elastic.newcomer import Newcomer, joins
+from autopar.elastic.newcomer import Newcomer, asked_axes, joins
 from autopar.elastic.options import Elastic
 from autopar.errors import AutoparError
 from autopar.planner.layout import Layout
@@ -36,29 +36,21 @@ _attached: weakref.WeakKeyDictionary[ParallelModule, Attached] = weakref.WeakKey
 _members: list[Member] = []  # of this process; one at most
 
 
-def refuse(layout: str | Layout | None, inputs: str, has_plan: bool, axes: int, has_stages: bool) -> None:
-    """Raises AutoparError for what is not survived yet, before anything is compiled. axes: of the mesh."""
+def refuse(layout: str | Layout | None, inputs: str, has_plan: bool, has_stages: bool) -> None:
+    """Raises AutoparError for what is not survived yet, before anything is compiled."""
     if not sys.platform.startswith("linux"):
         raise AutoparError(f"elastic= finds connections by /proc, which {sys.platform} does not have", where=WHERE, fix="train on Linux")
-    if has_stages or axes != 1:
-        what = "a pipeline" if has_stages else f"a mesh of {axes} axes"
+    if has_stages:
         raise AutoparError(
-            f"{what} is not elastic yet: parameters are moved between meshes of one axis",
+            "a pipeline is not elastic yet: stages are not moved between ranks",
             where=WHERE,
-            fix='use a mesh such as {"dp": 8}, or leave elastic= out',
+            fix='use a mesh such as {"dp": 4, "tp": 2}, or leave elastic= out',
         )
     if layout is None or has_plan:
         raise AutoparError(
             "plans by the planner are not elastic yet: it does not plan the smaller meshes ahead",
             where=WHERE,
-            fix='pass layout="fsdp" or layout="ddp"',
-        )
-    splits_tensors = isinstance(layout, Layout) and bool(layout.tensor or layout.context or layout.experts)
-    if splits_tensors or (isinstance(layout, str) and layout not in ("fsdp", "ddp")):
-        raise AutoparError(
-            f"layout {layout.name if isinstance(layout, Layout) else layout!r} splits more than the batch and what is stored, which is not elastic yet",
-            where=WHERE,
-            fix='use layout="fsdp" or layout="ddp", or leave elastic= out',
+            fix='pass a hand layout: layout="fsdp", "fsdp+tp", "ddp", or an autopar.Layout',
         )
     if inputs != "global":
         raise AutoparError(
@@ -81,21 +73,21 @@ def attach(model: ParallelModule, options: Elastic) -> None:
             fix="compile one module that holds both models, or leave elastic= out",
         )
     full = int(os.environ.get(words.FULL, n))
-    ahead = Ahead(model, max(1, n - options.survive) if full > n else 1 if n == 1 else n - options.survive, full)
+    ahead = Ahead(model, max(1, n - options.survive) if full > n else 1 if n == 1 else n - options.survive, full, asked_axes())
     member, newcomer = None, None
     if full > 1:
         member = _members[0] if _members else Member(options)
         _members[:] = [member]
     if member is not None and joins():
         newcomer = Newcomer(member)
-        newcomer.compare("model", program.of_model(model, options))
+        newcomer.compare("model", program.of_model(model, options, ahead.axes))
     elif n > 1:
         ends: list[list[tuple[str, int]]] = [[] for _ in ranks]
         dist.all_gather_object(ends, _torch.own_endpoints())
         rank = dist.get_rank()
         _torch.note_between(end for r, theirs in enumerate(ends) if r != rank for end in theirs)
     if member is not None and member.grows and newcomer is None and dist.get_rank() == 0:
-        words.write(member.store, words.program("model"), program.of_model(model, options))
+        words.write(member.store, words.program("model"), program.of_model(model, options, ahead.axes))
     _attached[model] = Attached(options, member, ahead, newcomer)
 
 

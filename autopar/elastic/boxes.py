@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 Box = tuple[tuple[int, int], ...]
+Sizes = tuple[int, ...]  # of a mesh's axes
 ALIGNED = 16  # bytes: where a tensor may begin in a flat buffer
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor of the state. dim: that ranks have chunks of, of ceil(N / W), as DTensor cuts; None: all have all of it."""
+    """A tensor of the state. dims: by axis of the mesh, the dim that its ranks have chunks of, of ceil(N / W), axis by axis, as DTensor cuts; None: each has all of it."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     element_bytes: int
-    dim: int | None
+    dims: tuple[int | None, ...]
 
-    def box(self, rank: int, ranks: int) -> Box:
-        if self.dim is None:
-            return tuple((0, n) for n in self.shape)
-        n = self.shape[self.dim]
-        chunk = -(-n // ranks)
-        start = min(chunk * rank, n)
-        return tuple((start, min(chunk, n - start)) if d == self.dim else (0, m) for d, m in enumerate(self.shape))
+    def box(self, rank: int, sizes: Sizes) -> Box:
+        """sizes: of the mesh, whose last axis is the innermost."""
+        start, length = [0] * len(self.shape), list(self.shape)
+        left = math.prod(sizes)
+        for dim, size in zip(self.dims, sizes, strict=True):
+            left //= size
+            if dim is not None:
+                chunk = -(-length[dim] // size)
+                begin = min(chunk * (rank // left % size), length[dim])
+                start[dim] += begin
+                length[dim] = min(chunk, length[dim] - begin)
+        return tuple(zip(start, length, strict=True))
 
 
 def elements(box: Box) -> int:
@@ -48,34 +55,57 @@ def within(part: Box, whole: Box) -> tuple[slice, ...]:
     return tuple(slice(a - b, a - b + n) for (a, n), (b, _) in zip(part, whole, strict=True))
 
 
-def offsets(specs: tuple[Spec, ...], rank: int, ranks: int) -> tuple[dict[str, int], int]:
+def offsets(specs: Sequence[Spec], rank: int, sizes: Sizes) -> tuple[dict[str, int], int]:
     """Where each tensor's part begins in the flat buffer of a rank, and the buffer's length, in bytes."""
     at, out = 0, {}
     for s in specs:
         out[s.name] = at
-        at += -(-elements(s.box(rank, ranks)) * s.element_bytes // ALIGNED) * ALIGNED
+        at += -(-elements(s.box(rank, sizes)) * s.element_bytes // ALIGNED) * ALIGNED
     return out, at
 
 
 @dataclass(frozen=True)
 class Move:
-    """A piece of a tensor that rank `old` of the old layout had, and rank `new` of the new one gets. old_box, new_box: what those hold of the tensor."""
+    """A piece of a tensor that a new rank gets `by` a survivor, from what rank `old` of the old layout had. old_box, new_box: what those two hold of the tensor."""
 
+    by: int
+    old: int
     spec: Spec
     piece: Box
     old_box: Box
     new_box: Box
 
 
-def moves(specs: tuple[Spec, ...], dims: dict[str, int | None], old: int, olds: int, new: int, news: int, home: int = 0) -> list[Move]:
-    """Of what `old` of `olds` ranks has, what `new` of `news` wants. dims: by which dim each tensor is cut there. What all olds have, `home` gives: the one that `new` was."""
-    out = []
-    for s in specs:
-        if s.dim is None and old != home:
-            continue
-        before = s.box(old, olds)
-        after = Spec(s.name, s.shape, s.dtype, s.element_bytes, dims[s.name]).box(new, news)
-        piece = common(before, after)
-        if piece is not None:
-            out.append(Move(s, piece, before, after))
-    return out
+class Moves:
+    """From an old layout to a new one. specs, olds: the tensors as they lay, and the sizes of the mesh there; after, news: as they are to lie; source: by old rank and new one, the
+    survivor that gives the one's shard to the other."""
+
+    def __init__(self, specs: Sequence[Spec], olds: Sizes, after: Sequence[Spec], news: Sizes, source: Sequence[Sequence[int]]) -> None:
+        self.after, self.news, self.source = after, news, source
+        self.had: list[tuple[Spec, dict[Box, list[int]]]] = []  # by tensor, each part that there was, with those that had it
+        for s in specs:
+            parts: dict[Box, list[int]] = {}
+            for old in range(math.prod(olds)):
+                box = s.box(old, olds)
+                if elements(box):
+                    parts.setdefault(box, []).append(old)
+            self.had.append((s, parts))
+
+    def to(self, new: int, only: int | None = None) -> Iterator[Move]:
+        """What `new` is to get, each element once: from itself what it has, of what several have from one of them. only: what this survivor gives."""
+        for (spec, parts), there in zip(self.had, self.after, strict=True):
+            wanted: Box | None = None
+            for box, olds in parts.items():
+                old = next((o for o in olds if self.source[o][new] == new), olds[new % len(olds)])
+                by = self.source[old][new]
+                if only is not None and by != only:
+                    continue
+                wanted = there.box(new, self.news) if wanted is None else wanted
+                piece = common(box, wanted)
+                if piece is not None:
+                    yield Move(by, old, spec, piece, box, wanted)
+
+
+def laid_out(specs: Sequence[Spec], dims: Mapping[str, tuple[int | None, ...]]) -> tuple[Spec, ...]:
+    """The same tensors on another mesh."""
+    return tuple(Spec(s.name, s.shape, s.dtype, s.element_bytes, dims[s.name]) for s in specs)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.elastic.boxes import Spec, offsets
+from autopar.elastic.boxes import Sizes, Spec, offsets
 from autopar.elastic.protocol import Shard, partner, ward
 from autopar.elastic.state import Packed, crc_of
 from autopar.errors import AutoparError
@@ -61,7 +61,7 @@ class Copies:
             return
         assert not self.works
         room = self._given_up(self.holdings.wards, before)
-        coming = _empty(packed.specs, self.of, self.ranks, room)
+        coming = _empty(packed.specs, self.of, packed.sizes, room)
         header = torch.tensor([version, packed.crc, packed.buffer.numel()], dtype=torch.int64)
         told = torch.zeros(HEADER, dtype=torch.int64)
         self.works += [self._receive(told), self._send(header)]
@@ -111,8 +111,8 @@ class Copies:
         return bool(told.item())
 
 
-def _empty(specs: tuple[Spec, ...], rank: int, ranks: int, into: torch.Tensor | None) -> Packed:
-    _, length = offsets(specs, rank, ranks)
+def _empty(specs: tuple[Spec, ...], rank: int, sizes: Sizes, into: torch.Tensor | None) -> Packed:
+    _, length = offsets(specs, rank, sizes)
     if into is None or into.numel() != length:
         into = torch.empty(length, dtype=torch.uint8)
-    return Packed(specs, rank, ranks, into)
+    return Packed(specs, rank, sizes, into)

@@ -22,6 +22,7 @@ from autopar.distributed.agreement import DisagreementError
 from autopar.distributed.groups import be_alone
 from autopar.elastic import program, words
 from autopar.elastic.member import Member
+from autopar.elastic.meshes import axes_for
 from autopar.errors import AutoparError, MeshError
 
 PAUSE_S = 0.02
@@ -30,10 +31,11 @@ WHERE = "autopar.compile, elastic="
 
 @dataclass
 class World:
-    """The process group that the user's program made. backend, timeout_s: of the one that it joins."""
+    """The process group that the user's program made. backend, timeout_s: of the one that it joins; axes: of the mesh that the program asked for, as it is for one process."""
 
     backend: str = ""
     timeout_s: float = 0.0
+    axes: dict[str, int] = field(default_factory=dict)
 
 
 _world = World()
@@ -42,6 +44,11 @@ _world = World()
 def joins() -> bool:
     """Whether this process was started to join."""
     return words.JOINS in os.environ
+
+
+def asked_axes() -> dict[str, int] | None:
+    """The mesh that the program asked for, where this process joins; the size of its first axis means nothing."""
+    return _world.axes or None
 
 
 def refuse_apart() -> None:
@@ -55,13 +62,19 @@ def refuse_apart() -> None:
 
 
 def imagined_mesh(mesh: DeviceMesh | tuple[int, ...] | Mapping[str, int] | None) -> DeviceMesh:
-    """A mesh of as many ranks as the run may have, whatever the size of the one axis that is given: the others do not exist. The process group that there was ends."""
+    """A mesh of as many ranks as the run may have, whatever the size of the first axis that is given: the others do not exist. The process group that there was ends."""
     if not dist.is_initialized():
         dist.init_process_group()
     sizes = tuple(mesh.shape) if isinstance(mesh, DeviceMesh) else tuple(mesh.values()) if isinstance(mesh, Mapping) else mesh or (1,)
-    names = mesh.mesh_dim_names if isinstance(mesh, DeviceMesh) else tuple(mesh) if isinstance(mesh, Mapping) else None
-    if isinstance(sizes, tuple) and len(sizes) != 1:
-        raise MeshError(f"a mesh of {len(sizes)} axes is not elastic yet", where=WHERE, fix='use a mesh such as {"dp": 8}')
+    sizes = (sizes,) if isinstance(sizes, int) else tuple(sizes)
+    given = mesh.mesh_dim_names if isinstance(mesh, DeviceMesh) else tuple(mesh) if isinstance(mesh, Mapping) else None
+    names = given or (("dp", "tp")[: len(sizes)] if len(sizes) <= 2 else tuple(f"axis{i}" for i in range(len(sizes))))
+    if isinstance(mesh, DeviceMesh) and len(sizes) > 1:
+        raise MeshError(
+            f"a device mesh of {len(sizes)} axes cannot be made by a process that is alone until it joins",
+            where=WHERE,
+            fix='pass the mesh as axes and sizes, such as {"dp": 4, "tp": 2}',
+        )
     kind = (
         mesh.device_type
         if isinstance(mesh, DeviceMesh)
@@ -75,7 +88,9 @@ def imagined_mesh(mesh: DeviceMesh | tuple[int, ...] | Mapping[str, int] | None)
     _torch.leave_groups()
     _torch.imagined_world(full - 1, full)  # the last rank: what programs let the first one do, such as writing files, it shall not do
     be_alone(True)
-    return init_device_mesh(kind, (full,), mesh_dim_names=names or ("dp",))
+    _world.axes = dict(zip(names, sizes, strict=True))
+    axes = axes_for(_world.axes, full)
+    return init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 @dataclass

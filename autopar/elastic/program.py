@@ -20,10 +20,12 @@ FIX = "start it with the program, the arguments and the versions that the run wa
 Texts = Mapping[str, str]  # by what it is for people
 
 
-def of_model(model: ParallelModule, options: Elastic) -> dict[str, str]:
-    """What is compared when a module is compiled, but for the mesh, and the versions of what compiles it."""
+def of_model(model: ParallelModule, options: Elastic, axes: Mapping[str, int]) -> dict[str, str]:
+    """What is compared when a module is compiled, and the versions of what compiles it. axes: of the mesh, whose first one's size is not compared."""
     facts = {k: "\n".join(x for x in text.splitlines() if not x.startswith("mesh=")) for k, text in model._builder.facts().items()}
-    return {**facts, "elastic=": repr(options), "the version of torch": torch.__version__}
+    first, *others = axes.items()
+    mesh = " x ".join([first[0], *(f"{name}={size}" for name, size in others)])
+    return {**facts, "elastic=": repr(options), "the mesh behind its first axis": mesh, "the version of torch": torch.__version__}
 
 
 def of_session(model: ParallelModule, optimizer: Optimizer, others: list[Any]) -> dict[str, str]:

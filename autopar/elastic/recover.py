@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from autopar.elastic.boxes import Spec, elements, moves, offsets, within
+from autopar.elastic.boxes import Moves, Sizes, Spec, elements, laid_out, offsets, within
 from autopar.elastic.copies import Copies, Holdings
 from autopar.elastic.member import Member, StoppedError
 from autopar.elastic.protocol import Shard, sources, version_to_go_on_from
-from autopar.elastic.state import Alike, Packed, State, dim_of
+from autopar.elastic.state import Alike, Packed, State, dims_of
 from autopar.runtime.module import ParallelModule
 
 LIVE = -1  # the generation of what all ranks have whole
@@ -56,7 +57,8 @@ def recover(session: Recovering, was_split: bool) -> Moved:
         own = {shard for shard in session.holdings.own if shard in mine}
     else:
         live = Shard(session.version, LIVE, 1, 0)
-        mine = {live: session.state.pack(0, 1)} if session.is_live else {}
+        one = (1,) * session.model._builder.device_mesh.ndim
+        mine = {live: session.state.pack(0, one)} if session.is_live else {}
         own = set(mine)
         if is_split:  # of what one rank alone had, each gets a part: it is kept until the copies of those are whole
             session.holdings.own.update(mine)
@@ -67,16 +69,16 @@ def recover(session: Recovering, was_split: bool) -> Moved:
         raise StoppedError(_lost(held), where=f"rank {copies.rank} of {copies.ranks}", fix="start again, from the last checkpoint")
     version, _, ranks = chosen
     owns = [next((s for s in owned if (s.version, s.generation, s.ranks) == chosen), None) for _, owned in told]
-    specs = _specs(copies, next((p.specs for s, p in mine.items() if (s.version, s.generation, s.ranks) == chosen), None))
-    builder = session.model._builder
-    shapes = {n: tuple(p.shape) for n, p in session.model.named_parameters()}
-    places = {n: builder.placements(n, shape) for n, shape in shapes.items()}
-    dims = {s.name: dim_of(places[s.name.split(" ", 1)[1]]) for s in specs}
-    after = tuple(Spec(s.name, s.shape, s.dtype, s.element_bytes, dims[s.name]) for s in specs)
-    _, length = offsets(after, copies.rank, copies.ranks)
-    new = Packed(after, copies.rank, copies.ranks, torch.empty(length, dtype=torch.uint8))
     given = {s.rank: p for s, p in mine.items() if (s.version, s.generation, s.ranks) == chosen}
-    moved = _exchange(copies, specs, dims, ranks, given, new, sources(chosen, held, owns), owns)
+    specs, olds = _laid(copies, next(((p.specs, p.sizes) for p in given.values()), None))
+    assert math.prod(olds) == ranks
+    builder = session.model._builder
+    sizes = tuple(builder.groups.axes.values())
+    places = {n: builder.lies(n, tuple(p.shape)) for n, p in session.model.named_parameters()}
+    after = laid_out(specs, {s.name: dims_of(places[s.name.split(" ", 1)[1]]) for s in specs})
+    _, length = offsets(after, copies.rank, sizes)
+    new = Packed(after, copies.rank, sizes, torch.empty(length, dtype=torch.uint8))
+    moved = _exchange(copies, Moves(specs, olds, after, sizes, sources(chosen, held, owns)), given, new)
     alike, random = _alike(copies, None if version not in session.alike else (session.alike[version], session.random_at(version)))
     # Nothing below waits for others: a loss finds the tensors as they were, or all as they are to be.
     session.state.put(new, places)
@@ -86,38 +88,23 @@ def recover(session: Recovering, was_split: bool) -> Moved:
     return moved
 
 
-def _exchange(
-    copies: Copies,
-    specs: tuple[Spec, ...],
-    dims: dict[str, int | None],
-    ranks: int,
-    given: dict[int, Packed],
-    new: Packed,
-    source: list[list[int]],
-    owns: list[Shard | None],
-) -> Moved:
-    """Fills `new`. source: by old rank and new one, who gives. One message for each pair of ranks that has anything to move."""
+def _exchange(copies: Copies, moves: Moves, given: dict[int, Packed], new: Packed) -> Moved:
+    """Fills `new`. given: by rank of the old layout, what this rank has. One message for each pair of ranks that has anything to move."""
     views = {r: p.views() for r, p in given.items()}
     mine, me = new.views(), copies.rank
     sending: dict[int, list[torch.Tensor]] = {}
     coming: dict[int, list[tuple[torch.Tensor, int]]] = {}
-    total = 0
-    for old in range(ranks):
-        for to in range(copies.ranks):
-            home = owns[to]
-            by = source[old][to]
-            for m in moves(specs, dims, old, ranks, to, copies.ranks, 0 if home is None else home.rank):
-                length = elements(m.piece) * m.spec.element_bytes
-                total += length if by != to else 0
-                if to == me:
-                    there = mine[m.spec.name][within(m.piece, m.new_box)]
-                    if by == me:
-                        there.copy_(views[old][m.spec.name][within(m.piece, m.old_box)])
-                    else:
-                        coming.setdefault(by, []).append((there, length))
-                elif by == me:
-                    piece = views[old][m.spec.name][within(m.piece, m.old_box)].contiguous()
-                    sending.setdefault(to, []).append(piece.reshape(-1).view(torch.uint8))
+    for m in moves.to(me):
+        there = mine[m.spec.name][within(m.piece, m.new_box)]
+        if m.by == me:
+            there.copy_(views[m.old][m.spec.name][within(m.piece, m.old_box)])
+        else:
+            coming.setdefault(m.by, []).append((there, elements(m.piece) * m.spec.element_bytes))
+    for to in range(copies.ranks):
+        for m in moves.to(to, only=me) if to != me else ():
+            piece = views[m.old][m.spec.name][within(m.piece, m.old_box)].contiguous()
+            sending.setdefault(to, []).append(piece.reshape(-1).view(torch.uint8))
+    total = sum(_gathered(copies, sum(n for pieces in coming.values() for _, n in pieces)))
     works: list[Any] = []
     out = {to: torch.cat(pieces) for to, pieces in sending.items()}
     into = {by: torch.empty(sum(n for _, n in pieces), dtype=torch.uint8) for by, pieces in coming.items()}
@@ -141,9 +128,9 @@ def _gathered(copies: Copies, mine: Any) -> list[Any]:
     return out
 
 
-def _specs(copies: Copies, mine: tuple[Spec, ...] | None) -> tuple[Spec, ...]:
-    """Of the version that is taken: a rank that does not have it is told."""
-    return next(specs for specs in _gathered(copies, mine) if specs is not None)
+def _laid(copies: Copies, mine: tuple[tuple[Spec, ...], Sizes] | None) -> tuple[tuple[Spec, ...], Sizes]:
+    """How the version that is taken lies, on a mesh of which sizes: a rank that does not have it is told."""
+    return next(laid for laid in _gathered(copies, mine) if laid is not None)
 
 
 def _alike(copies: Copies, mine: tuple[Alike, Random] | None) -> tuple[Alike, Random]:

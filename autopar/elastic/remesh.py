@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from torch.distributed.device_mesh import init_device_mesh
+from collections.abc import Mapping
 
+from autopar import _torch
 from autopar.runtime.build import Builder
 from autopar.runtime.module import ParallelModule
 
 
-def remesh(model: ParallelModule, ranks: int) -> None:
-    """On a mesh of all processes that there are now, with the axis of the one before. Parameters still lie where they did: `State.put` moves them. Collective."""
+def remesh(model: ParallelModule, axes: Mapping[str, int]) -> None:
+    """On a mesh of all processes that there are now, with these axes. Parameters still lie where they did: `State.put` moves them. Collective."""
     old, sizes = model._builder, model._programs.sizes
-    (name,) = old.groups.axes
-    mesh = init_device_mesh(old.device_mesh.device_type, (ranks,), mesh_dim_names=(name,))
+    mesh = _torch.mesh_of_all(old.device_mesh.device_type, dict(axes))
     model._lie_on(Builder(old.model, mesh, model._config))
     model._programs.sizes = sizes  # which of them vary is known already

@@ -203,7 +203,7 @@ class Session:
         self.alike = {v: a for v, a in self.alike.items() if v < self.version and (v >= before or before >= self.version)}
         self.alike[self.version] = self.state.alike()
         if self.is_split:
-            packed = self.state.pack(copies.rank, copies.ranks, copies.place_for(before))
+            packed = self.state.pack(copies.rank, tuple(self.model._builder.groups.axes.values()), copies.place_for(before))
             copies.begin(self.version, packed, before)
         else:
             self.state.tensors()  # what could not be moved is said now, not at a loss
@@ -347,7 +347,7 @@ class Session:
 
     def _newcomers(self, ranks: int) -> int:
         """In a new group, how many are new, and that they may join; those get what is no part of a version. Collective."""
-        digest = digest_of(of_model(self.model, self.options) | of_session(self.model, self.optimizer, self.state.others))
+        digest = digest_of(of_model(self.model, self.options, self.ahead.axes) | of_session(self.model, self.optimizer, self.state.others))
         told: list[Any] = [None] * ranks
         dist.all_gather_object(told, (self.newcomer is not None or self.is_new, digest, self.passes, self.model._touched))
         new = [x for x in told if x[0]]
@@ -414,11 +414,12 @@ class Session:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
         joined = self._newcomers(ranks) if member.grows else 0
         self.ahead.keep()
-        remesh(self.model, ranks)
+        remesh(self.model, self.ahead.axes_for(ranks))
         ahead = self.ahead.take()
         if joined:
             self.ahead.common()
             ahead = ahead and bool(self.model._programs.kinds)
+        self.ahead.adopt()
         self.on_trial = joined > 0
         self.copies = self._new_copies()
         regrouped = time.monotonic()

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard as ShardOf
 from torch.optim import Optimizer
 
 from autopar import _torch
-from autopar.elastic.boxes import Box, Spec, offsets
+from autopar.elastic.boxes import Box, Sizes, Spec, offsets
 from autopar.errors import AutoparError
 from autopar.runtime.module import ParallelModule
 from autopar.tensors.memory_format import laid, order_of
@@ -41,11 +41,11 @@ class Alike:
 
 @dataclass
 class Packed:
-    """A rank's part of the sharded tensors of a version. crc: of the buffer; 0 until it is known."""
+    """A rank's part of the sharded tensors of a version. sizes: of the mesh; crc: of the buffer; 0 until it is known."""
 
     specs: tuple[Spec, ...]
     rank: int
-    ranks: int
+    sizes: Sizes
     buffer: torch.Tensor
     crc: int = 0
 
@@ -55,8 +55,8 @@ class Packed:
 
     def views(self) -> dict[str, torch.Tensor]:
         """By tensor, the part in the buffer."""
-        at, _ = offsets(self.specs, self.rank, self.ranks)
-        return {s.name: _view(self.buffer, at[s.name], s, s.box(self.rank, self.ranks)) for s in self.specs}
+        at, _ = offsets(self.specs, self.rank, self.sizes)
+        return {s.name: _view(self.buffer, at[s.name], s, s.box(self.rank, self.sizes)) for s in self.specs}
 
 
 def _view(buffer: torch.Tensor, at: int, s: Spec, box: Box) -> torch.Tensor:
@@ -105,22 +105,24 @@ class State:
 
     def is_split(self) -> bool:
         """Whether, on the mesh that the model is on now, any tensor has parts on other ranks that this one does not have."""
-        placements = self.model._builder.placements
-        return any(x.is_shard() for n, p in self.model.named_parameters() for x in placements(n, tuple(p.shape)))
+        builder = self.model._builder
+        sizes = tuple(builder.groups.axes.values())
+        lie = (builder.lies(n, tuple(p.shape)) for n, p in self.model.named_parameters())
+        return any(x.is_shard() and size > 1 for placements in lie for x, size in zip(placements, sizes, strict=True))
 
     def specs(self) -> tuple[Spec, ...]:
         return tuple(
-            Spec(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.element_size(), dim_of(t.placements))
+            Spec(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.element_size(), dims_of(t.placements))
             for name, (t, _) in self.tensors().items()
         )
 
-    def pack(self, rank: int, ranks: int, into: torch.Tensor | None = None) -> Packed:
-        """Copies this rank's parts into host memory. into: a buffer to use again, where it has the length."""
+    def pack(self, rank: int, sizes: Sizes, into: torch.Tensor | None = None) -> Packed:
+        """Copies this rank's parts into host memory. sizes: of the mesh; into: a buffer to use again, where it has the length."""
         specs = self.specs()
-        _, length = offsets(specs, rank, ranks)
+        _, length = offsets(specs, rank, sizes)
         if into is None or into.numel() != length:
             into = torch.zeros(length, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        packed = Packed(specs, rank, ranks, into)
+        packed = Packed(specs, rank, sizes, into)
         views = packed.views()
         with torch.no_grad():
             for name, (t, _) in self.tensors().items():
@@ -180,10 +182,7 @@ def copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
-def dim_of(placements: Sequence[DPlacement]) -> int | None:
-    """The dim that the one axis of the mesh splits."""
-    (p,) = placements
-    if isinstance(p, ShardOf):
-        return p.dim
-    assert isinstance(p, Replicate), p
-    return None
+def dims_of(placements: Sequence[DPlacement]) -> tuple[int | None, ...]:
+    """By axis of the mesh, the dim that it splits."""
+    assert all(isinstance(p, (ShardOf, Replicate)) for p in placements), placements
+    return tuple(p.dim if isinstance(p, ShardOf) else None for p in placements)

@@ -175,6 +175,11 @@ class Builder:
         choice = param_choice(Tensor(name, tuple(shape), "float32"), Placement.of(tuple(shape)), layout, mesh, True)
         return dtensor_placements(choice.storage, mesh)
 
+    def lies(self, name: str, shape: tuple[int, ...]) -> tuple[DPlacement, ...]:
+        """Of a parameter: where the plan stores it, or as before there is one."""
+        choice = None if self.plan is None else self.plan.params.get(name)
+        return self.placements(name, shape) if choice is None else dtensor_placements(choice.storage, self.mesh)
+
     def distribute(self) -> None:
         """Every parameter becomes a DTensor."""
         whole = self.device_mesh if self.pipeline is None else self.groups.whole
