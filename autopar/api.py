@@ -162,7 +162,7 @@ def compile(
         None if find is None else partial(find, device_mesh),
     )  # fmt: skip
     if elastic is not None:
-        refuse(layout, inputs, request.plan is not None, lists is not None)
+        refuse(inputs, request.plan is not None, lists is not None)
     module = ParallelModule(model, device_mesh, config)
     if elastic is not None:
         attach(module, elastic)

@@ -22,12 +22,15 @@ from autopar.errors import AutoparError
 from autopar.graph.mesh import Mesh
 from autopar.passes.sharding.groups import group_name
 from autopar.planner.layout import Layout
+from autopar.plan.plan import Plan
 from autopar.planner.propagate import propagate
+from autopar.planner.request import following
 from autopar.runtime.build import Builder
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.pipeline import Settings
+from autopar.runtime.pipeline import Seen, Settings
 from autopar.runtime.programs import Program
 from autopar.runtime.step import Step
+from autopar.solver.fold import fold
 from autopar.text.progress import told
 
 
@@ -70,6 +73,8 @@ class Ahead:
         self.model, self.smallest, self.largest = model, smallest, max(largest, model._builder.mesh.size)
         self.axes = dict(axes or model._builder.groups.axes)
         self.ready: dict[int, Ready] = {}
+        self.plans: dict[int, Plan] = {}  # where there is no hand layout
+        self.given: set[int] = set()  # sizes whose plans the run has told this process, not applied yet
         self.seen: list[Program] = []  # programs that were made ahead already, or cannot be
         self.made, self.left_out = 0, 0
         check_sizes(model._builder, self.axes, smallest, self.largest)
@@ -81,6 +86,7 @@ class Ahead:
     def make(self) -> None:
         """Of the programs that the module has by now and that are new, the steps for all other numbers of ranks. All ranks call it alike."""
         programs = [(kind, p) for kind, held in self.model._programs.kinds.items() for p in held if not any(p is q for q in self.seen)]
+        programs.sort(key=lambda x: not x[1].step.has_backward)  # those that train are planned, others follow
         if not programs:
             return
         builder = self.model._builder
@@ -93,8 +99,44 @@ class Ahead:
                     continue
                 for n in sizes:
                     ready = self.ready.setdefault(n, Ready(Placeholder(builder.groups, self.axes_for(n))))
-                    ready.kinds.append((kind, replace(program, step=_step(builder, program.step, ready.groups), sized={})))
+                    ready.kinds.append((kind, replace(program, step=self._step(program.step, ready.groups), sized={})))
                     self.made += 1
+
+    def _step(self, old: Step, groups: Placeholder) -> Step:
+        """`old` for the mesh of `groups`."""
+        builder = self.model._builder
+        plan = self._plan(old, groups)
+        links = None if groups.mesh.size == 1 else builder.links_of(groups.mesh)
+        settings: Settings = replace(old.settings, links=links, store=builder.store(plan))
+        step = Step(old.captured, old.graph, plan, groups, settings, "")
+        step.program = old.program
+        for variant in old.backwards:
+            step.backward_of(*variant)
+        return step
+
+    def _plan(self, old: Step, groups: Placeholder) -> Plan:
+        """By the same hand layout; else by the planner, for the first program that trains, which others follow. Collective. Raises AutoparError where there is none."""
+        builder, n = self.model._builder, groups.mesh.size
+        trainable = frozenset(name for name, c in old.plan.params.items() if c.trainable)
+        if builder.config.layout is not None:
+            return propagate(old.graph, Layout.of(builder.config.layout, groups.mesh), groups.axes, trainable)
+        first = self.plans.get(n)
+        if first is not None and n not in self.given:
+            return propagate(old.graph, following(first), groups.axes, trainable, first.params)
+        if not old.has_backward:
+            return propagate(old.graph, builder.first_on(groups.mesh), groups.axes, trainable)
+        planning = builder.planning_for(groups.axes, first)
+        try:
+            made = planning.make_plan(Seen(old.captured, old.graph, fold(old.graph)), *builder.parameters(old.graph))
+        except AutoparError as e:
+            raise AutoparError(
+                f"there is no plan for {n} processes, which may be left: {e.what}",
+                where=e.where or "autopar.compile, elastic=",
+                fix=f"{e.fix}; or survive={builder.mesh.size - n - 1} losses" if builder.mesh.size - n > 1 else e.fix,
+            ) from e
+        self.plans[n] = made
+        self.given.discard(n)
+        return made
 
     def keep(self) -> None:
         """Before the mesh is left: the steps that there are for its size, apart from its groups, which end."""
@@ -146,6 +188,7 @@ class Ahead:
         params = {n: c for s in steps for n, c in s.plan.params.items()}
         for s in sorted(steps, key=lambda s: s.has_backward):
             builder.plan = replace(s.plan, params=params)
+            builder.planned = builder.planned or s.has_backward
 
 
 def _text(kind: Any, program: Program) -> str:
@@ -157,26 +200,6 @@ def _text(kind: Any, program: Program) -> str:
     return hashlib.sha256(said.encode()).hexdigest()
 
 
-def _step(builder: Builder, old: Step, groups: Placeholder) -> Step:
-    """`old` for the mesh of `groups`."""
-    layout = Layout.of(_layout_of(builder), groups.mesh)
-    trainable = frozenset(n for n, c in old.plan.params.items() if c.trainable)
-    plan = propagate(old.graph, layout, groups.axes, trainable)
-    links = None if groups.mesh.size == 1 else builder.links_of(groups.mesh)
-    settings: Settings = replace(old.settings, links=links)
-    step = Step(old.captured, old.graph, plan, groups, settings, "")
-    step.program = old.program
-    for variant in old.backwards:
-        step.backward_of(*variant)
-    return step
-
-
-def _layout_of(builder: Builder) -> str | Layout:
-    layout = builder.config.layout
-    assert layout is not None
-    return layout
-
-
 def check_sizes(builder: Builder, axes: Mapping[str, int], smallest: int, largest: int = 0) -> None:
     """Raises AutoparError where the layout has no form on some number of ranks down to `smallest`, or up to `largest`: now, not when it comes."""
     n = builder.mesh.size
@@ -186,9 +209,10 @@ def check_sizes(builder: Builder, axes: Mapping[str, int], smallest: int, larges
             where="autopar.compile, elastic=",
             fix=f"survive={n - 1} at most, or more processes",
         )
-    for other in range(max(n, largest), smallest - 1, -1):
+    layout = builder.config.layout
+    for other in range(max(n, largest), smallest - 1, -1) if layout is not None else ():
         try:
-            Layout.of(_layout_of(builder), Mesh.of(axes_for(axes, other)))
+            Layout.of(layout, Mesh.of(axes_for(axes, other)))
         except AutoparError as e:
             raise AutoparError(
                 f"there is no plan for {other} processes: {e.what}", where=e.where or "autopar.compile, elastic=", fix=e.fix

@@ -16,7 +16,6 @@ from autopar.elastic.member import Member
 from autopar.elastic.newcomer import Newcomer, asked_axes, joins
 from autopar.elastic.options import Elastic
 from autopar.errors import AutoparError
-from autopar.planner.layout import Layout
 from autopar.runtime.module import ParallelModule
 
 WHERE = "autopar.compile, elastic="
@@ -36,7 +35,7 @@ _attached: weakref.WeakKeyDictionary[ParallelModule, Attached] = weakref.WeakKey
 _members: list[Member] = []  # of this process; one at most
 
 
-def refuse(layout: str | Layout | None, inputs: str, has_plan: bool, has_stages: bool) -> None:
+def refuse(inputs: str, has_plan: bool, has_stages: bool) -> None:
     """Raises AutoparError for what is not survived yet, before anything is compiled."""
     if not sys.platform.startswith("linux"):
         raise AutoparError(f"elastic= finds connections by /proc, which {sys.platform} does not have", where=WHERE, fix="train on Linux")
@@ -46,11 +45,11 @@ def refuse(layout: str | Layout | None, inputs: str, has_plan: bool, has_stages:
             where=WHERE,
             fix='use a mesh such as {"dp": 4, "tp": 2}, or leave elastic= out',
         )
-    if layout is None or has_plan:
+    if has_plan:
         raise AutoparError(
-            "plans by the planner are not elastic yet: it does not plan the smaller meshes ahead",
+            "a plan that is passed is for one mesh, and after a loss the mesh is another",
             where=WHERE,
-            fix='pass a hand layout: layout="fsdp", "fsdp+tp", "ddp", or an autopar.Layout',
+            fix="leave plan= out: the meshes that may be left are planned too; or pass layout=",
         )
     if inputs != "global":
         raise AutoparError(

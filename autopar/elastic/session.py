@@ -181,6 +181,7 @@ class Session:
                 "optimizer.step() " + ("a second time in one step" if self.in_step else "outside of a step"),
                 where="autopar.elastic.Session", fix="put each optimizer step, with its calls and backwards, into one `with session.step():`",
             )  # fmt: skip
+        self.state.follow()
         self._commit()
 
     # ---- versions ------------------------------------------------------------------------------------------------

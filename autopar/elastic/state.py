@@ -85,6 +85,14 @@ class State:
                 fix="give the session an optimizer of model.parameters() alone",
             )
 
+    def follow(self) -> None:
+        """The optimizer's state goes to where a plan that was made since has its parameters. Collective."""
+        for p in self.names:
+            assert isinstance(p, DTensor)
+            for key, value in sorted(self.optimizer.state.get(p, {}).items()):
+                if isinstance(value, DTensor) and value.shape == p.shape and value.placements != p.placements:
+                    self.optimizer.state[p][key] = self.model._builder.moved(value, p.placements)
+
     def tensors(self) -> dict[str, tuple[DTensor, str]]:
         """All that lies on the mesh, by name, each with its parameter's name: parameters, and the optimizer's state of their shape."""
         out: dict[str, tuple[DTensor, str]] = {}

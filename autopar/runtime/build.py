@@ -80,13 +80,22 @@ def no_plan() -> AutoparError:
     )
 
 
+class OpenStore:
+    """A store of activations, open as long as somebody has this."""
+
+    def __init__(self, name: str, settings: OffloadSettings) -> None:
+        self.name = name
+        open_store(name, settings)
+        weakref.finalize(self, close_store, name)
+
+
 class Builder:
     def __init__(self, model: nn.Module, device_mesh: DeviceMesh, config: Config) -> None:
         self.model, self.config = model, config
         self.device_mesh, whole = stage_mesh(device_mesh)
         _torch.dtensors_beside_tensors()
         self.groups = Groups(self.device_mesh, whole)
-        self.mesh = self.groups.mesh
+        self.mesh, self.axes = self.groups.mesh, self.groups.axes  # that are planned for
         every = tuple(a.name for a in self.mesh.axes if a.size > 1)
         self.device = self.groups.device
         with during("compile", self.groups.ranks):
@@ -100,7 +109,7 @@ class Builder:
         # Of a hand layout, of the given plan, or of a plan yet to be made: that one takes local inputs as they come.
         split = self.layout.data if self.layout else given.data_axes if given else every
         self.reader = InputReader(self.groups, config.inputs, split)
-        self.first = Layout(data=every, shard=every, name="fsdp")
+        self.first = self.first_on(self.mesh)
         self.plan: Plan | None = None
         self.largest = 0  # elements of an input, of the calls that `too_large` has looked at
         self.planned = self.layout is not None
@@ -114,7 +123,7 @@ class Builder:
         self.micro_batches = chosen if isinstance(chosen, int) else 0
         self.chosen: Plan | None = None  # of as many as were chosen, until it is used
         self.load = ExpertLoad(self.groups.rank)
-        self.opened = ""  # the store of activations that are away
+        self.opened: OpenStore | None = None  # of activations that are away
         self.links: Cost | None = None
         self.links = self.links_of(self.mesh) if self.mesh.size > 1 else None
 
@@ -128,6 +137,11 @@ class Builder:
         elif layout is None and cluster is None:
             cluster = here(self.device, self.mesh.size)
         return (layout, cluster), self.facts()
+
+    def first_on(self, mesh: Mesh) -> Layout:
+        """How calls are split before there is a plan."""
+        every = tuple(a.name for a in mesh.axes if a.size > 1)
+        return Layout(data=every, shard=every, name="fsdp")
 
     def links_of(self, mesh: Mesh) -> Cost | None:
         """Prices of the cluster this runs on, on a mesh; None where it is none that there is a description of. Collective, where they are not known of one as large."""
@@ -159,7 +173,17 @@ class Builder:
     def of(self, model: nn.Module) -> Builder:
         """For a copy of the model: on the same groups, by the same plan."""
         other = copy.copy(self)
-        other.model, other.opened = model, ""
+        other.model, other.opened = model, None
+        return other
+
+    def planning_for(self, axes: dict[str, int], plan: Plan | None = None) -> Builder:
+        """That plans for another mesh; only for that. plan: that there is for it already. Raises ClusterError where it has more devices than the cluster that was given."""
+        other = copy.copy(self)
+        other.axes, other.mesh, other.chosen = axes, Mesh.of(axes), None
+        if plan is not None:
+            other.config = replace(self.config, request=replace(self.config.request, plan=plan))
+        else:
+            other.cluster = self.config.request.cluster or here(self.device, other.mesh.size)
         return other
 
     # ---- parameters ------------------------------------------------------------------------------------------
@@ -170,8 +194,7 @@ class Builder:
         if self.pipeline is not None:  # whose stages are not known yet
             whole = self.groups.whole
             mesh = Mesh.of({n: whole.size(i) for i, n in enumerate(whole.mesh_dim_names or ())})
-            every = tuple(a.name for a in mesh.axes if a.size > 1)
-            layout = Layout(data=every, shard=every, name="fsdp")
+            layout = self.first_on(mesh)
         choice = param_choice(Tensor(name, tuple(shape), "float32"), Placement.of(tuple(shape)), layout, mesh, True)
         return dtensor_placements(choice.storage, mesh)
 
@@ -219,15 +242,16 @@ class Builder:
                 continue
             grad = p.grad
             p.grad = None
-            with torch.no_grad():
-                here = p.detach()
-                assert isinstance(here, DTensor)
-                there = here.redistribute(self.device_mesh, want)
-                local = laid(_torch.local_tensor(there), order_of(p))  # which a redistribution of DTensor's leaves contiguous
-                there = _torch.dtensor(local, self.device_mesh, want, tuple(p.shape), order_of(p))
-            _torch.move_parameter(p, there)
+            _torch.move_parameter(p, self.moved(p, want))
             if isinstance(grad, DTensor):
                 p.grad = grad.redistribute(self.device_mesh, want)
+
+    @torch.no_grad()
+    def moved(self, t: DTensor, want: tuple[DPlacement, ...]) -> DTensor:
+        """The same tensor, lying otherwise. Collective."""
+        there = t.detach().redistribute(self.device_mesh, want)
+        local = laid(_torch.local_tensor(there), order_of(t))  # which a redistribution of DTensor's leaves contiguous
+        return _torch.dtensor(local, self.device_mesh, want, tuple(t.shape), order_of(t))
 
     # ---- steps -----------------------------------------------------------------------------------------------
 
@@ -387,7 +411,7 @@ class Builder:
 
     def make_plan(self, program: Seen, stored: dict[str, torch.dtype], trainable: frozenset[str]) -> Plan:
         """One rank plans, all apply what it says."""
-        request, axes = self.config.request, self.groups.axes
+        request, axes = self.config.request, self.axes
         s = self.training(stored, trainable)
         forms = Forms(program, self.chunked, self.mesh.size, s.budget_bytes, request.least)
 
@@ -407,7 +431,7 @@ class Builder:
 
     def _least_s(self, folded: Folded, s: TrainingConfig) -> float:
         assert self.cluster is not None
-        return least_of(folded, self.groups.axes, self.cluster, s)
+        return least_of(folded, self.axes, self.cluster, s)
 
     def too_large(self, shapes: Shapes) -> str:
         """Of a call larger than the plan was made for, and than any before it, what to tell where it may not fit: activations grow as inputs do."""
@@ -436,8 +460,10 @@ class Builder:
 
     def store(self, plan: Plan) -> str:
         """The name of the place that keeps activations for this model, opened when a plan first wants one; "" where none does."""
-        if not plan.offload or self.opened:
-            return self.opened
+        if not plan.offload:
+            return ""
+        if self.opened is not None:
+            return self.opened.name
         cluster = self.cluster or here(self.device, self.mesh.size)
         request = Offload.of(self.config.request.offload if self.config.request.offload is not None else "host", cluster)
         if NVME in plan.offload.values() and not isinstance(request.nvme, (str, os.PathLike)):
@@ -445,10 +471,9 @@ class Builder:
             raise AutoparError("the plan keeps activations on local disks, and no directory is given for them", fix=fix)
         directory = os.fspath(request.nvme) if isinstance(request.nvme, (str, os.PathLike)) else None
         limits = [min(n, 2**62) for n in (request.host_limit(cluster), request.nvme_limit(cluster))]
-        self.opened = numbered(self.groups.prefix, highest(self.groups, next_number(self.groups.prefix)))
-        open_store(self.opened, OffloadSettings(int(limits[0]), directory, int(limits[1]) if directory else 0))
-        weakref.finalize(self, close_store, self.opened)
-        return self.opened
+        name = numbered(self.groups.prefix, highest(self.groups, next_number(self.groups.prefix)))
+        self.opened = OpenStore(name, OffloadSettings(int(limits[0]), directory, int(limits[1]) if directory else 0))
+        return name
 
     @property
     def following(self) -> Layout:
