@@ -22,7 +22,15 @@ def leave_groups() -> None:
     if dist.is_initialized():
         unalias_process_groups()
         dist.destroy_process_group()
+        _forget_meshes()
     sockets.forget_sockets()
+
+
+def _forget_meshes() -> None:
+    """DTensor keeps what its operators return by operands, whose meshes are equal where ranks and names are: a new mesh would get results on an old one, whose groups are gone."""
+    from torch.distributed.tensor import debug
+
+    debug._clear_sharding_prop_cache()
 
 
 def join_group(backend: str, store: Any, prefix: str, rank: int, size: int, join_s: float, timeout_s: float) -> None:

@@ -21,8 +21,8 @@ from autopar.elastic.meshes import axes_for
 from autopar.errors import AutoparError
 from autopar.graph.mesh import Mesh
 from autopar.passes.sharding.groups import group_name
-from autopar.planner.layout import Layout
 from autopar.plan.plan import Plan
+from autopar.planner.layout import Layout
 from autopar.planner.propagate import propagate
 from autopar.planner.request import following
 from autopar.runtime.build import Builder
@@ -83,6 +83,14 @@ class Ahead:
         """The mesh of so many ranks."""
         return axes_for(self.axes, ranks)
 
+    def follow(self, plans: Mapping[int, Plan]) -> None:
+        """Of a process that joins, before it has steps: the plans that the run has, for the size that the module lies on and for others."""
+        model, size = self.model, self.model._builder.mesh.size
+        self.plans, self.given = dict(plans), set(plans) - {size}
+        if size in plans:
+            config = replace(model._config, request=replace(model._config.request, plan=plans[size]))
+            model._lie_on(Builder(model._builder.model, model._builder.device_mesh, config))
+
     def make(self) -> None:
         """Of the programs that the module has by now and that are new, the steps for all other numbers of ranks. All ranks call it alike."""
         programs = [(kind, p) for kind, held in self.model._programs.kinds.items() for p in held if not any(p is q for q in self.seen)]
@@ -94,6 +102,8 @@ class Ahead:
         with told(f"steps for {', '.join(map(str, sizes))} processes made ahead", builder.groups.rank == 0 and len(sizes) > 0):
             for kind, program in programs:
                 self.seen.append(program)
+                if program.step.has_backward and builder.config.layout is None:
+                    self.plans.setdefault(builder.mesh.size, program.step.plan)
                 if program.is_general or program.step.captured.samples is not None:
                     self.left_out += 1
                     continue
@@ -165,15 +175,19 @@ class Ahead:
                 del kinds[kind]
         self.model._programs.sizes = {}  # which sizes vary, one that joined has not seen
 
-    def take(self) -> bool:
-        """On the mesh that the module lies on now: the steps that were made for its size, bound to its groups. False where there are none. Collective."""
+    def take(self, joined: bool = False) -> bool:
+        """On the mesh that the module lies on now: the steps that were made for its size, bound to its groups. False where there are none. joined: some ranks may have others than
+        the rest. Collective."""
         builder = self.model._builder
         ready = self.ready.get(builder.mesh.size)
+        assert ready is None or ready.groups.prefix == builder.groups.prefix
+        asked = [] if ready is None else ready.groups.asked
+        if joined:
+            asked = sorted({tuple(axes) for theirs in all_gathered(builder.groups, asked) for axes in theirs})
+        for axes in asked:
+            builder.groups.ensure(axes)
         if ready is None:
             return False
-        assert ready.groups.prefix == builder.groups.prefix
-        for axes in ready.groups.asked:
-            builder.groups.ensure(axes)
         for kind, program in ready.kinds:
             step = program.step
             step.groups, step.settings = builder.groups, replace(step.settings, once=builder.once)
@@ -196,7 +210,9 @@ def _text(kind: Any, program: Program) -> str:
     step = program.step
     halves = [step.base.forward, *(parts.backward for _, (parts, _) in sorted(step.backwards.items()))]
     stored = [f"{n}: {c.storage}" for n, c in sorted(step.plan.params.items())]
-    said = "\n".join([repr(kind), repr(program.shapes), repr(sorted(step.backwards)), *stored, *(gm.code for gm in halves if gm is not None)])
+    said = "\n".join(
+        [repr(kind), repr(program.shapes), repr(sorted(step.backwards)), *stored, *(gm.code for gm in halves if gm is not None)]
+    )
     return hashlib.sha256(said.encode()).hexdigest()
 
 
@@ -210,7 +226,9 @@ def check_sizes(builder: Builder, axes: Mapping[str, int], smallest: int, larges
             fix=f"survive={n - 1} at most, or more processes",
         )
     layout = builder.config.layout
-    for other in range(max(n, largest), smallest - 1, -1) if layout is not None else ():
+    if layout is None:
+        return  # those are planned once there is a program
+    for other in range(max(n, largest), smallest - 1, -1):
         try:
             Layout.of(layout, Mesh.of(axes_for(axes, other)))
         except AutoparError as e:

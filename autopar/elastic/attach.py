@@ -80,6 +80,8 @@ def attach(model: ParallelModule, options: Elastic) -> None:
     if member is not None and joins():
         newcomer = Newcomer(member)
         newcomer.compare("model", program.of_model(model, options, ahead.axes))
+        if model._config.layout is None:
+            ahead.follow(newcomer.plans())
     elif n > 1:
         ends: list[list[tuple[str, int]]] = [[] for _ in ranks]
         dist.all_gather_object(ends, _torch.own_endpoints())

@@ -24,6 +24,7 @@ from autopar.elastic import program, words
 from autopar.elastic.member import Member
 from autopar.elastic.meshes import axes_for
 from autopar.errors import AutoparError, MeshError
+from autopar.plan.plan import Plan
 
 PAUSE_S = 0.02
 WHERE = "autopar.compile, elastic="
@@ -127,6 +128,15 @@ class Newcomer:
         except DisagreementError as e:
             words.write(self.member.store, words.unfit(self.member.worker), e.what)
             raise
+
+    def plans(self) -> dict[int, Plan]:
+        """That the members have made, by number of ranks. Waits for them."""
+        return {int(n): Plan.loads(text) for n, text in self._heard(words.program("plans")).items()}
+
+    def unfit(self, e: AutoparError) -> DisagreementError:
+        """The error of a process whose step fails, as the members' does not: another start would not mend it."""
+        words.write(self.member.store, words.unfit(self.member.worker), e.what)
+        return DisagreementError(f"this process cannot join the run, whose step it cannot make: {e.what}", where=e.where, fix=program.FIX)
 
     def data(self) -> list[tuple[int, bool]]:
         """By pass through the data, the steps done before it, and whether it went to the loader's end."""

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from autopar.distributed.agreement import DisagreementError, difference
 from autopar.elastic.options import Elastic
+from autopar.runtime.build import PLAN
 from autopar.runtime.module import ParallelModule
 
 FIX = "start it with the program, the arguments and the versions that the run was started with"
@@ -22,7 +23,8 @@ Texts = Mapping[str, str]  # by what it is for people
 
 def of_model(model: ParallelModule, options: Elastic, axes: Mapping[str, int]) -> dict[str, str]:
     """What is compared when a module is compiled, and the versions of what compiles it. axes: of the mesh, whose first one's size is not compared."""
-    facts = {k: "\n".join(x for x in text.splitlines() if not x.startswith("mesh=")) for k, text in model._builder.facts().items()}
+    said = {k: text for k, text in model._builder.facts().items() if k != PLAN}  # which one that joins has from the run
+    facts = {k: "\n".join(x for x in text.splitlines() if not x.startswith("mesh=")) for k, text in said.items()}
     first, *others = axes.items()
     mesh = " x ".join([first[0], *(f"{name}={size}" for name, size in others)])
     return {**facts, "elastic=": repr(options), "the mesh behind its first axis": mesh, "the version of torch": torch.__version__}

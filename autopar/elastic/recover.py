@@ -52,16 +52,14 @@ def recover(session: Recovering, was_split: bool) -> Moved:
     copies = session.copies
     assert copies is not None
     is_split = session.state.is_split()
-    if was_split:
-        mine = {shard: packed for shard, packed in session.holdings.all().items() if packed.whole}
-        own = {shard for shard in session.holdings.own if shard in mine}
-    else:
+    mine = {shard: packed for shard, packed in session.holdings.all().items() if packed.whole}
+    own = {shard for shard in session.holdings.own if shard in mine}
+    if not was_split and session.is_live:
         live = Shard(session.version, LIVE, 1, 0)
-        one = (1,) * session.model._builder.device_mesh.ndim
-        mine = {live: session.state.pack(0, one)} if session.is_live else {}
-        own = set(mine)
+        mine[live] = session.state.pack(0, (1,) * session.model._builder.device_mesh.ndim)
+        own.add(live)
         if is_split:  # of what one rank alone had, each gets a part: it is kept until the copies of those are whole
-            session.holdings.own.update(mine)
+            session.holdings.own[live] = mine[live]
     told = _gathered(copies, (sorted(mine), sorted(own)))
     held = [shards for shards, _ in told]
     chosen = version_to_go_on_from(held)
@@ -130,7 +128,8 @@ def _gathered(copies: Copies, mine: Any) -> list[Any]:
 
 def _laid(copies: Copies, mine: tuple[tuple[Spec, ...], Sizes] | None) -> tuple[tuple[Spec, ...], Sizes]:
     """How the version that is taken lies, on a mesh of which sizes: a rank that does not have it is told."""
-    return next(laid for laid in _gathered(copies, mine) if laid is not None)
+    laid: tuple[tuple[Spec, ...], Sizes] = next(laid for laid in _gathered(copies, mine) if laid is not None)
+    return laid
 
 
 def _alike(copies: Copies, mine: tuple[Alike, Random] | None) -> tuple[Alike, Random]:

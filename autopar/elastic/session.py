@@ -41,6 +41,7 @@ from autopar.elastic.recover import Moved, Random, recover
 from autopar.elastic.remesh import remesh
 from autopar.elastic.state import Alike, State, Stateful
 from autopar.errors import AutoparError, InputError, LostRankError
+from autopar.plan.schema import dumps
 from autopar.runtime.module import ParallelModule
 from autopar.text.log import log
 
@@ -83,7 +84,7 @@ class Session:
         self.ahead: Ahead = attached.ahead
         self.version, self.recoveries = 0, list[Recovery]()
         self.published = 0  # the newest version that there are copies of, or will be
-        self.is_split = self.state.is_split()
+        self.is_split, self.is_settled = self.state.is_split(), False
         self.holdings = Holdings()
         self.copies = None if self.member is None or self.newcomer is not None else self._new_copies()
         self.alike: dict[int, Alike] = {}
@@ -161,6 +162,7 @@ class Session:
             self.is_live = True
             if self.member is not None:
                 self.on_trial, self.is_new, self.member.version = False, False, self.version
+                self._settle()
                 if not self.is_split or self.lets_in or self.version - self.published >= self.options.every:
                     self._publish()
                 self.ahead.make()
@@ -209,6 +211,18 @@ class Session:
         else:
             self.state.tensors()  # what could not be moved is said now, not at a loss
 
+    def _settle(self) -> None:
+        """Once there is a plan that replicates all, nothing is copied from then on: every rank that has done this step has the version it makes. Until all have, the copies stay."""
+        if self.is_settled or self.copies is None or not self.model._builder.planned:
+            return
+        self.is_settled = True
+        if self.is_split and not self.state.is_split():
+            self.is_split = False
+            self._publish()
+            self.copies.meet()
+            self.holdings.own.clear()
+            self.holdings.wards.clear()
+
     def _oldest(self) -> int:
         """The oldest version that a loss may go back to: the last but one that was copied, as the last one's copies may not be whole."""
         return min(self.alike, default=self.version)
@@ -252,13 +266,15 @@ class Session:
             words.write(self.member.store, words.PASSES, passes)
 
     def _tell_steps(self) -> None:
-        """What the steps compute, for those that would join."""
+        """What the steps compute, and how they are planned, for those that would join."""
         assert self.member is not None
         if self.member.grows and self.member.rank == 0 and (new := set(of_steps(self.model)) - self.told_steps):
             key = words.program("steps")
             before: list[str] = words.read(self.member.store, key) or []
             words.write(self.member.store, key, [*before, *sorted(new - set(before))])
             self.told_steps |= new
+            if self.ahead.plans:
+                words.write(self.member.store, words.program("plans"), {n: dumps(plan) for n, plan in self.ahead.plans.items()})
 
     def _let_in(self) -> None:
         """Waits for all members to be here, and goes on with those that join."""
@@ -272,6 +288,10 @@ class Session:
         self.in_step = True
         try:
             yield
+        except (StoppedError, DisagreementError):
+            raise
+        except AutoparError as e:  # such as a program that the run's plans do not fit
+            raise newcomer.unfit(e) from e
         finally:
             self.in_step = False
         self.optimizer.zero_grad()
@@ -416,7 +436,7 @@ class Session:
         joined = self._newcomers(ranks) if member.grows else 0
         self.ahead.keep()
         remesh(self.model, self.ahead.axes_for(ranks))
-        ahead = self.ahead.take()
+        ahead = self.ahead.take(joined > 0)
         if joined:
             self.ahead.common()
             ahead = ahead and bool(self.model._programs.kinds)
@@ -424,7 +444,7 @@ class Session:
         self.on_trial = joined > 0
         self.copies = self._new_copies()
         regrouped = time.monotonic()
-        was_split, self.is_split = self.is_split or bool(self.holdings.own), self.state.is_split()
+        was_split, self.is_split, self.is_settled = self.is_split, self.state.is_split(), False
         moved = recover(self, was_split)
         self.newcomer, self.is_new = None, self.newcomer is not None or self.is_new
         self.given = self.given if self.is_new else None

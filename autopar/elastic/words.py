@@ -12,7 +12,8 @@ autopar.elastic/finished/<worker>   how many passes through the data it has trai
 
 Where processes may join (`autopar.elastic.growth`, `autopar.elastic.newcomer`):
 
-autopar.elastic/program/<what>      what a process must have in common with the members: "model" when it compiles, "session", "steps"
+autopar.elastic/program/<what>      what a process must have in common with the members: "model" when it compiles, "session", "steps"; and
+                                    "plans": by number of ranks, where the planner made them
 autopar.elastic/passes              passes through the data so far: [steps done before it, whether it went to the loader's end], ...
 autopar.elastic/ready/<worker>      the pass in which it is ready to be let in, counted from 0
 autopar.elastic/ready               by the supervisor: a generation, and the passes in which somebody is to be let in

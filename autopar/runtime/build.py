@@ -72,6 +72,8 @@ from autopar.solver.problem import NVME
 from autopar.tensors.memory_format import laid, order_of
 from autopar.text.progress import told
 
+PLAN = "the plan that was given"  # among a builder's facts
+
 
 def no_plan() -> AutoparError:
     return AutoparError(
@@ -167,7 +169,7 @@ class Builder:
         return {
             "the model's parameters and buffers": "\n".join(held),
             "the arguments of autopar.compile": "\n".join(f"{k}={v}" for k, v in said.items()),
-            "the plan that was given": "" if w.plan is None else canonical(w.plan),
+            PLAN: "" if w.plan is None else canonical(w.plan),
         }
 
     def of(self, model: nn.Module) -> Builder:
@@ -249,7 +251,9 @@ class Builder:
     @torch.no_grad()
     def moved(self, t: DTensor, want: tuple[DPlacement, ...]) -> DTensor:
         """The same tensor, lying otherwise. Collective."""
-        there = t.detach().redistribute(self.device_mesh, want)
+        here = t.detach()
+        assert isinstance(here, DTensor)
+        there = here.redistribute(self.device_mesh, want)
         local = laid(_torch.local_tensor(there), order_of(t))  # which a redistribution of DTensor's leaves contiguous
         return _torch.dtensor(local, self.device_mesh, want, tuple(t.shape), order_of(t))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from autopar.planner.layout import Layout
 from tests.elastic import PHASES, TWICE, Death, Outcome, Task, compare, run
 from tests.wide import cases, wide
 
@@ -104,6 +105,52 @@ def test_one_after_the_other_until_one_is_left() -> None:
 
 def test_a_batch_that_does_not_divide() -> None:
     survived(Task(batch=8, deaths=(Death(2, 2, "forward"),)))
+
+
+TP = (("tp", 2),)
+HSDP = Layout(data=("dp", "shard"), shard=("shard",))
+
+
+@pytest.mark.parametrize(
+    ("layout", "axes", "memory"),
+    cases([("fsdp+tp", TP, None), (None, TP, "least"), (None, (), None), ("tp", TP, None), (HSDP, (("shard", 2),), None), ("fsdp", TP, None), ("ddp", TP, None)],
+          (("fsdp+tp", TP, None), (None, TP, "least"))),
+)  # fmt: skip
+def test_meshes_of_several_axes_and_plans(layout: str | Layout | None, axes: tuple[tuple[str, int], ...], memory: str | None) -> None:
+    """Three that are left of 2 x 2 are 3 x 1, two are 1 x 2: laid out, or planned, and compiled before anybody is lost."""
+    task = Task(layout, axes=axes, memory=memory, survive=2, deaths=(Death(1, 2, "backward"), Death(3, 4, "forward", 1)))
+    out = survived(task)
+    for done in out.done.values():
+        assert [r.ranks for r in done.recoveries] == [3, 2] and all(r.ahead for r in done.recoveries) and done.captured == 0
+
+
+@wide
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_rank_of_several_axes_is_killed(phase: str) -> None:
+    for worker, (layout, memory) in enumerate([("fsdp+tp", None), (None, "least"), ("fsdp+tp", None), (None, "least")]):
+        survived(Task(layout, axes=TP, memory=memory, deaths=(Death(worker, 2, phase),)))
+
+
+def test_more_than_was_asked_for_on_two_axes() -> None:
+    """The first plan for two moves parameters in the next call, and the optimizer's state after them."""
+    out = survived(Task("fsdp+tp", axes=TP, deaths=(Death(1, 2, "forward"), Death(3, 4, "forward", 1))))
+    assert [r.ahead for r in out.done[0].recoveries] == [True, False]
+
+
+@wide
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+@pytest.mark.parametrize(("layout", "axes"), [("fsdp", ()), ("fsdp+tp", TP), ("fsdp+ep", (("ep", 2),)), (None, TP)])
+def test_models(model: str, layout: str | None, axes: tuple[tuple[str, int], ...]) -> None:
+    """With dropout of the attention on, and auxiliary losses over the global batch."""
+    if (model, layout) != ("llama", "fsdp+ep"):
+        survived(Task(layout, axes=axes, model=model, steps=4, deaths=(Death(1, 2, "backward"),)))
+
+
+@pytest.mark.parametrize("phase", cases(("committed", "stepped", "commit", "forward"), ("commit",)))
+def test_a_plan_that_replicates_has_no_copies(phase: str) -> None:
+    """Before there is a plan parameters are split. Somebody is lost where the first step's copies are given up."""
+    out = survived(Task(None, model="llama", steps=3, deaths=(Death(1, 0 if phase in ("committed", "stepped") else 1, phase),)))
+    assert all(d.held_bytes == 0 and d.captured == 0 for d in out.done.values())
 
 
 @wide

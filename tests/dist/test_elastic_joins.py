@@ -49,6 +49,21 @@ def test_it_dies_while_it_joins(phase: str) -> None:
         assert [r.version for r in out.done[0].recoveries] == [2, 5, 6]
 
 
+@pytest.mark.parametrize(("layout", "memory"), cases([("fsdp+tp", None), (None, "least"), (None, None)], ((None, "least"),)))
+def test_a_lost_rank_of_two_axes_comes_back(layout: str | None, memory: str | None) -> None:
+    """It takes the plans that the members have."""
+    out = joined(replace(TASK, layout=layout, axes=(("tp", 2),), memory=memory))
+    assert all((r := d.recoveries[-1]).ranks == 4 and r.joined == 1 and r.ahead and d.captured == 0 for d in out.done.values())
+
+
+@wide
+@pytest.mark.parametrize("other", ["dropout", "width", "data"])
+def test_another_program_does_not_fit_the_plans(other: str) -> None:
+    out = run(replace(TASK, layout=None, memory="least", axes=(("tp", 2),), others_program=other))
+    assert out.code == 0 and set(out.done) == {0, 2, 3} and set(out.errors) == {4}
+    assert ("InputError" if other == "data" else "DisagreementError: this process cannot join the run") in out.errors[4]
+
+
 @wide
 @pytest.mark.parametrize("phase", TWICE)
 def test_another_dies_while_it_joins(phase: str) -> None:

@@ -20,7 +20,6 @@ from autopar.elastic.agent import Agent
 from autopar.elastic.attach import refuse
 from autopar.elastic.supervisor import Supervisor, started
 from autopar.errors import AutoparError
-from autopar.planner.layout import Layout
 from autopar.run import main
 
 
@@ -31,18 +30,14 @@ def leaves_no_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-PLAIN: dict[str, Any] = {"layout": "fsdp", "inputs": "global", "has_plan": False, "axes": 1, "has_stages": False}
+PLAIN: dict[str, Any] = {"inputs": "global", "has_plan": False, "has_stages": False}
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"axes": 2}, "a mesh of 2 axes is not elastic yet"),
-        ({"has_stages": True, "axes": 2}, "a pipeline is not elastic yet"),
-        ({"layout": None}, "plans by the planner are not elastic yet"),
-        ({"has_plan": True}, "plans by the planner are not elastic yet"),
-        ({"layout": "tp"}, "layout 'tp' splits more than the batch"),
-        ({"layout": Layout(data=("dp",), tensor=("dp",))}, "splits more than the batch"),
+        ({"has_stages": True}, "a pipeline is not elastic yet"),
+        ({"has_plan": True}, "a plan that is passed is for one mesh"),
         ({"inputs": "local"}, "samples would be seen twice or never"),
     ],
 )

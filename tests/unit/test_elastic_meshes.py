@@ -1,0 +1,35 @@
+"""The mesh that those are laid out on who are left."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from autopar.elastic.meshes import axes_for
+
+
+@pytest.mark.parametrize(
+    ("axes", "ranks", "found"),
+    [
+        ({"dp": 4, "tp": 2}, 8, {"dp": 4, "tp": 2}),
+        ({"dp": 4, "tp": 2}, 7, {"dp": 7, "tp": 1}),
+        ({"dp": 4, "tp": 2}, 6, {"dp": 3, "tp": 2}),
+        ({"dp": 4, "tp": 2}, 10, {"dp": 5, "tp": 2}),
+        ({"dp": 8}, 5, {"dp": 5}),
+        ({"dp": 1, "tp": 8}, 6, {"dp": 3, "tp": 2}),
+        ({"dp": 2, "cp": 4, "tp": 4}, 24, {"dp": 3, "cp": 2, "tp": 4}),
+        ({"dp": 2, "cp": 4, "tp": 4}, 1, {"dp": 1, "cp": 1, "tp": 1}),
+        ({"replicas": 2, "dp": 6}, 9, {"replicas": 3, "dp": 3}),
+    ],
+)
+def test_inner_axes_stay_where_they_divide(axes: dict[str, int], ranks: int, found: dict[str, int]) -> None:
+    assert axes_for(axes, ranks) == found
+    assert list(axes_for(axes, ranks)) == list(axes)
+
+
+def test_nobody_idles_and_what_divided_still_does() -> None:
+    for ranks in range(1, 65):
+        found = axes_for({"dp": 4, "cp": 4, "tp": 8}, ranks)
+        assert math.prod(found.values()) == ranks
+        assert 4 % found["cp"] == 0 and 8 % found["tp"] == 0
