@@ -102,3 +102,14 @@ def on_mesh(t: torch.Tensor, mesh: DeviceMesh, how: tuple[DPlacement, ...]) -> D
     order, shape = order_of(t), tuple(t.shape)
     local = cut_box(laid(t.full_tensor(), order), local_box(shape, mesh, how))
     return _torch.dtensor(local, mesh, how, shape, order)
+
+
+@torch.no_grad()
+def redistributed(t: DTensor, how: tuple[DPlacement, ...]) -> DTensor:
+    """The DTensor `t` as it lies otherwise on its mesh. Collective."""
+    here = t.detach()
+    assert isinstance(here, DTensor)
+    there = here.redistribute(t.device_mesh, how)
+    local = laid(_torch.local_tensor(there), order_of(t))  # which a redistribution of DTensor's leaves contiguous
+    moved: DTensor = _torch.dtensor(local, t.device_mesh, how, tuple(t.shape), order_of(t))
+    return moved

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard as ShardOf
 from torch.optim import Optimizer
 
 from autopar import _torch
+from autopar.distributed.shards import redistributed
 from autopar.elastic.boxes import Box, Sizes, Spec, offsets
 from autopar.errors import AutoparError
 from autopar.runtime.module import ParallelModule
@@ -91,7 +92,7 @@ class State:
             assert isinstance(p, DTensor)
             for key, value in sorted(self.optimizer.state.get(p, {}).items()):
                 if isinstance(value, DTensor) and value.shape == p.shape and value.placements != p.placements:
-                    self.optimizer.state[p][key] = self.model._builder.moved(value, p.placements)
+                    self.optimizer.state[p][key] = redistributed(value, tuple(p.placements))
 
     def tensors(self) -> dict[str, tuple[DTensor, str]]:
         """All that lies on the mesh, by name, each with its parameter's name: parameters, and the optimizer's state of their shape."""

@@ -9,9 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import os
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -26,10 +24,10 @@ from autopar import _torch
 from autopar.capture.capture import Call, Captured, NotGeneralError, Shapes, tensor_named
 from autopar.capture.micro_batches import WholeBatch
 from autopar.cost import Cost
-from autopar.distributed.agreement import Facts, agreed, from_first, highest
+from autopar.distributed.agreement import Facts, agreed, from_first
 from autopar.distributed.failures import during
 from autopar.distributed.groups import Groups
-from autopar.distributed.shards import dtensor_placements
+from autopar.distributed.shards import dtensor_placements, redistributed
 from autopar.errors import AutoparError
 from autopar.graph.graph import Graph, Tensor
 from autopar.graph.mesh import Mesh
@@ -37,7 +35,6 @@ from autopar.graph.placement import Placement
 from autopar.graph.varying import Varying
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.detect import here
-from autopar.offload import OffloadSettings, close_store, next_number, numbered, open_store
 from autopar.passes.stages.separate import owner
 from autopar.plan.decisions import ParamChoice
 from autopar.plan.plan import Plan
@@ -64,12 +61,11 @@ from autopar.runtime.init import distribute, materialize
 from autopar.runtime.inputs import InputReader
 from autopar.runtime.larger_calls import larger
 from autopar.runtime.links import prices
+from autopar.runtime.open_store import OpenStore, opened
 from autopar.runtime.pipeline import Seen, Settings, seen
 from autopar.runtime.stages import Pipeline, StagedStep, stage_mesh, staged
 from autopar.runtime.step import Step
 from autopar.solver.fold import Folded
-from autopar.solver.problem import NVME
-from autopar.tensors.memory_format import laid, order_of
 from autopar.text.progress import told
 
 PLAN = "the plan that was given"  # among a builder's facts
@@ -80,15 +76,6 @@ def no_plan() -> AutoparError:
         "there is no plan yet",
         fix="pass example_inputs= to autopar.compile, or run one step: the first training step is captured and planned",
     )
-
-
-class OpenStore:
-    """A store of activations, open as long as somebody has this."""
-
-    def __init__(self, name: str, settings: OffloadSettings) -> None:
-        self.name = name
-        open_store(name, settings)
-        weakref.finalize(self, close_store, name)
 
 
 class Builder:
@@ -244,18 +231,9 @@ class Builder:
                 continue
             grad = p.grad
             p.grad = None
-            _torch.move_parameter(p, self.moved(p, want))
+            _torch.move_parameter(p, redistributed(p, want))
             if isinstance(grad, DTensor):
                 p.grad = grad.redistribute(self.device_mesh, want)
-
-    @torch.no_grad()
-    def moved(self, t: DTensor, want: tuple[DPlacement, ...]) -> DTensor:
-        """The same tensor, lying otherwise. Collective."""
-        here = t.detach()
-        assert isinstance(here, DTensor)
-        there = here.redistribute(self.device_mesh, want)
-        local = laid(_torch.local_tensor(there), order_of(t))  # which a redistribution of DTensor's leaves contiguous
-        return _torch.dtensor(local, self.device_mesh, want, tuple(t.shape), order_of(t))
 
     # ---- steps -----------------------------------------------------------------------------------------------
 
@@ -463,21 +441,12 @@ class Builder:
         return s if self.cluster is None else Offload.of(request.offload, self.cluster).within(s, self.cluster)
 
     def store(self, plan: Plan) -> str:
-        """The name of the place that keeps activations for this model, opened when a plan first wants one; "" where none does."""
+        """The name of the place that keeps activations for this model, opened when a plan first wants one; "" where none does. Collective then."""
         if not plan.offload:
             return ""
-        if self.opened is not None:
-            return self.opened.name
-        cluster = self.cluster or here(self.device, self.mesh.size)
-        request = Offload.of(self.config.request.offload if self.config.request.offload is not None else "host", cluster)
-        if NVME in plan.offload.values() and not isinstance(request.nvme, (str, os.PathLike)):
-            fix = 'pass offload=autopar.Offload(nvme="/a/directory/on/it")'
-            raise AutoparError("the plan keeps activations on local disks, and no directory is given for them", fix=fix)
-        directory = os.fspath(request.nvme) if isinstance(request.nvme, (str, os.PathLike)) else None
-        limits = [min(n, 2**62) for n in (request.host_limit(cluster), request.nvme_limit(cluster))]
-        name = numbered(self.groups.prefix, highest(self.groups, next_number(self.groups.prefix)))
-        self.opened = OpenStore(name, OffloadSettings(int(limits[0]), directory, int(limits[1]) if directory else 0))
-        return name
+        if self.opened is None:
+            self.opened = opened(plan, self.cluster or here(self.device, self.mesh.size), self.config.request.offload, self.groups)
+        return self.opened.name
 
     @property
     def following(self) -> Layout:

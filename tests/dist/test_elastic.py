@@ -150,7 +150,7 @@ def test_models(model: str, layout: str | None, axes: tuple[tuple[str, int], ...
 def test_a_plan_that_replicates_has_no_copies(phase: str) -> None:
     """Before there is a plan parameters are split. Somebody is lost where the first step's copies are given up."""
     out = survived(Task(None, model="llama", steps=3, deaths=(Death(1, 0 if phase in ("committed", "stepped") else 1, phase),)))
-    assert all(d.held_bytes == 0 and d.captured == 0 for d in out.done.values())
+    assert all(d.held_bytes == 0 for d in out.done.values())
 
 
 @wide
