@@ -3,6 +3,7 @@ with copies and without.
 
     python -m benchmarks.elastic --out benchmarks/results/elastic.json
     python -m benchmarks.elastic --rounds 0 --kills 0 --out benchmarks/results/elastic_joins.json
+    python -m benchmarks.elastic --layout fsdp+tp --tp 2 --rounds 0 --out benchmarks/results/elastic_tp.json
     python -m benchmarks.elastic --processes 4 --hidden 256 --layers 4 --layout fsdp --every 1,4 --rounds 3
 
 A small Llama trains on gloo processes of this machine under `autopar.elastic.supervisor`. For the cost, the same training runs without `elastic=` and with copies every
@@ -40,7 +41,8 @@ LONGEST = 2000  # steps that one that joins is waited for
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--processes", type=int, default=4)
-    p.add_argument("--layout", default="fsdp", choices=("fsdp", "ddp"))
+    p.add_argument("--layout", default="fsdp", help="a hand layout, or planned")
+    p.add_argument("--tp", type=int, default=1, help="ranks of a second axis of the mesh")
     p.add_argument("--backend", default="aot_eager")
     p.add_argument("--hidden", type=int, default=256)
     p.add_argument("--layers", type=int, default=4)
@@ -78,7 +80,7 @@ def main() -> None:
             f"{row['moved_bytes']:,} bytes moved",
             flush=True,
         )
-    what = {k: getattr(a, k) for k in ("processes", "layout", "backend", "hidden", "layers", "batch", "seq", "steps", "rounds")}
+    what = {k: getattr(a, k) for k in ("processes", "layout", "tp", "backend", "hidden", "layers", "batch", "seq", "steps", "rounds")}
     write(a.out, "python -m benchmarks.elastic", {**what, "cost": cost, "held_bytes": held, "losses": losses, "joins": joins})
 
 
@@ -162,9 +164,9 @@ def work(a: argparse.Namespace, every: int, lose: int, folder: Path) -> None:
         vocab_size=1024, hidden_size=a.hidden, intermediate_size=3 * a.hidden, num_hidden_layers=a.layers, num_attention_heads=8
     )
     elastic = autopar.Elastic(every=every, silence_s=60.0) if every else None
-    model = autopar.compile(
-        LlamaForCausalLM(config), {"dp": dist.get_world_size()}, layout=a.layout, backend=a.backend, optimizer="adamw", elastic=elastic
-    )
+    mesh = {"dp": dist.get_world_size() // a.tp, "tp": a.tp} if a.tp > 1 else {"dp": dist.get_world_size()}
+    layout = None if a.layout == "planned" else a.layout
+    model = autopar.compile(LlamaForCausalLM(config), mesh, layout=layout, backend=a.backend, optimizer="adamw", elastic=elastic)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     session = autopar.elastic.Session(model, optimizer) if elastic else None
     generator = torch.Generator().manual_seed(1)
