@@ -16,7 +16,7 @@ from autopar.elastic.newcomer import imagined_mesh, joins, refuse_apart
 from autopar.elastic.options import Elastic
 from autopar.errors import AutoparError, MeshError
 from autopar.hardware.cluster import Cluster
-from autopar.pipeline import Lists
+from autopar.pipeline import Lists, scheduled
 from autopar.plan.plan import Plan
 from autopar.planner.axes import PIPELINE
 from autopar.planner.imbalance import EVEN, refuse_more
@@ -162,10 +162,15 @@ def compile(
         None if find is None else partial(find, device_mesh),
     )  # fmt: skip
     if elastic is not None:
-        refuse(inputs, request.plan is not None, lists is not None)
+        refuse(inputs, request.plan is not None)
     module = ParallelModule(model, device_mesh, config)
     if elastic is not None:
-        attach(module, elastic)
+        asked, number_of = "1f1b" if schedule is None else schedule, 0 if lists is None else lists.micro_batches
+        attach(
+            module,
+            elastic,
+            lambda ranks: scheduled(asked if ranks > 1 else "1f1b", ranks, number_of, virtual_stages if ranks > 1 else None),
+        )
     if example_inputs is not None:
         if isinstance(example_inputs, tuple):
             module.prepare(*example_inputs)

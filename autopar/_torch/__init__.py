@@ -71,8 +71,8 @@ from autopar._torch.patched import other_code, replaced_composites
 from autopar._torch.pickles import restricted_reader
 from autopar._torch.record import recorded
 from autopar._torch.regions import TorchDispatchMode, leave_region, region_of
-from autopar._torch.regroup import imagined_world, join_group, leave_groups, mesh_of_all, placeholder_group
-from autopar._torch.sockets import note_between, own_endpoints, shut_sockets, watch_sockets
+from autopar._torch.regroup import imagined_world, join_group, leave_groups, placeholder_group
+from autopar._torch.sockets import note_between, noted, own_endpoints, shut_sockets, watch_sockets
 from autopar._torch.subclass import plainly, without_memory
 from autopar._torch.symbols import SymbolicValues, Symbols, concrete, expressions, fill_sizes, number, symbolic
 
@@ -137,12 +137,12 @@ __all__ = [
     "line_of",
     "local_tensor",
     "marks_of",
-    "mesh_of_all",
     "move_parameter",
     "new_fake_mode",
     "new_group",
     "norms_over",
     "note_between",
+    "noted",
     "number",
     "orderly",
     "orthogonalized",

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from autopar._torch import sockets
 from autopar._torch.distributed import alias_process_group, unalias_process_groups
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def leave_groups() -> None:
@@ -43,14 +40,6 @@ def join_group(backend: str, store: Any, prefix: str, rank: int, size: int, join
             backend, store=dist.PrefixStore(prefix, store), rank=rank, world_size=size, timeout=timedelta(seconds=min(join_s, timeout_s))
         )
     _set_pg_timeout(timedelta(seconds=timeout_s))
-
-
-def mesh_of_all(device_type: str, axes: dict[str, int]) -> DeviceMesh:
-    """A mesh of all ranks of the default group; the connections of its groups are noted. Collective."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    with sockets.noted():
-        return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def imagined_world(rank: int, size: int) -> None:

@@ -8,7 +8,7 @@ get real groups. Steps of a size that is left are kept for when it comes again. 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,9 @@ from autopar.elastic.meshes import axes_for
 from autopar.errors import AutoparError
 from autopar.graph.mesh import Mesh
 from autopar.passes.sharding.groups import group_name
+from autopar.pipeline import Lists
 from autopar.plan.plan import Plan
+from autopar.planner.axes import PIPELINE
 from autopar.planner.layout import Layout
 from autopar.planner.propagate import propagate
 from autopar.planner.request import following
@@ -32,6 +34,8 @@ from autopar.runtime.programs import Program
 from autopar.runtime.step import Step
 from autopar.solver.fold import fold
 from autopar.text.progress import told
+
+Scheduled = Callable[[int], Lists]  # a schedule of so many ranks of a pipeline
 
 
 class Placeholder(Groups):
@@ -69,15 +73,50 @@ class Ready:
 class Ahead:
     """Of one module. smallest: number of ranks to be ready for; largest: the same, where processes may join; axes: those that meshes of other sizes follow."""
 
-    def __init__(self, model: ParallelModule, smallest: int, largest: int = 0, axes: Mapping[str, int] | None = None) -> None:
-        self.model, self.smallest, self.largest = model, smallest, max(largest, model._builder.mesh.size)
-        self.axes = dict(axes or model._builder.groups.axes)
+    def __init__(
+        self,
+        model: ParallelModule,
+        smallest: int,
+        largest: int = 0,
+        axes: Mapping[str, int] | None = None,
+        scheduled: Scheduled | None = None,
+    ) -> None:
+        self.model, self.smallest, self.largest = model, smallest, max(largest, len(model._builder.groups.ranks))
+        whole = model._builder.groups.whole
+        self.axes = dict(axes or zip(whole.mesh_dim_names or (), whole.shape, strict=True))
+        self.scheduled = scheduled
         self.ready: dict[int, Ready] = {}
         self.plans: dict[int, Plan] = {}  # where there is no hand layout
         self.given: set[int] = set()  # sizes whose plans the run has told this process, not applied yet
         self.seen: list[Program] = []  # programs that were made ahead already, or cannot be
         self.made, self.left_out = 0, 0
-        check_sizes(model._builder, self.axes, smallest, self.largest)
+        self._check_sizes(smallest)
+
+    def _check_sizes(self, smallest: int) -> None:
+        """Raises AutoparError where the layout, or the schedule, has no form on some number of ranks down to `smallest`, or up to `largest`: now, not when it comes."""
+        builder = self.model._builder
+        n = len(builder.groups.ranks)
+        if smallest < 1:
+            raise AutoparError(
+                f"survive={n - smallest} of {n} processes leaves none",
+                where="autopar.compile, elastic=",
+                fix=f"survive={n - 1} at most, or more processes",
+            )
+        layout = builder.config.layout
+        for other in range(max(n, self.largest), smallest - 1, -1):
+            try:
+                self.lists_for(other)
+                if layout is not None:  # else they are planned once there is a program
+                    Layout.of(layout, Mesh.of({a: size for a, size in self.axes_for(other).items() if a != PIPELINE}))
+            except AutoparError as e:
+                raise AutoparError(
+                    f"there is no plan for {other} processes: {e.what}", where=e.where or "autopar.compile, elastic=", fix=e.fix
+                ) from e
+
+    def lists_for(self, ranks: int) -> Lists | None:
+        """The schedule of a pipeline of so many ranks."""
+        axes = self.axes_for(ranks)
+        return None if self.scheduled is None or PIPELINE not in axes else self.scheduled(axes[PIPELINE])
 
     def axes_for(self, ranks: int) -> dict[str, int]:
         """The mesh of so many ranks."""
@@ -104,7 +143,7 @@ class Ahead:
                 self.seen.append(program)
                 if program.step.has_backward and builder.config.layout is None:
                     self.plans.setdefault(builder.mesh.size, program.step.plan)
-                if program.is_general or program.step.captured.samples is not None:
+                if program.is_general or program.step.captured.samples is not None or builder.pipeline is not None:
                     self.left_out += 1
                     continue
                 for n in sizes:
@@ -151,6 +190,8 @@ class Ahead:
     def keep(self) -> None:
         """Before the mesh is left: the steps that there are for its size, apart from its groups, which end."""
         model, groups = self.model, self.model._builder.groups
+        if model._builder.pipeline is not None:
+            return
         ready = self.ready.setdefault(groups.mesh.size, Ready(Placeholder(groups, dict(groups.axes))))
         ready.groups.asked = sorted({*ready.groups.asked, *(axes for axes in groups.made if axes[:1] != ("between",))})
         for kind, programs in model._programs.kinds.items():
@@ -214,24 +255,3 @@ def _text(kind: Any, program: Program) -> str:
         [repr(kind), repr(program.shapes), repr(sorted(step.backwards)), *stored, *(gm.code for gm in halves if gm is not None)]
     )
     return hashlib.sha256(said.encode()).hexdigest()
-
-
-def check_sizes(builder: Builder, axes: Mapping[str, int], smallest: int, largest: int = 0) -> None:
-    """Raises AutoparError where the layout has no form on some number of ranks down to `smallest`, or up to `largest`: now, not when it comes."""
-    n = builder.mesh.size
-    if smallest < 1:
-        raise AutoparError(
-            f"survive={n - smallest} of {n} processes leaves none",
-            where="autopar.compile, elastic=",
-            fix=f"survive={n - 1} at most, or more processes",
-        )
-    layout = builder.config.layout
-    if layout is None:
-        return  # those are planned once there is a program
-    for other in range(max(n, largest), smallest - 1, -1):
-        try:
-            Layout.of(layout, Mesh.of(axes_for(axes, other)))
-        except AutoparError as e:
-            raise AutoparError(
-                f"there is no plan for {other} processes: {e.what}", where=e.where or "autopar.compile, elastic=", fix=e.fix
-            ) from e

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from autopar import _torch
 from autopar.elastic import program, words
-from autopar.elastic.ahead import Ahead
+from autopar.elastic.ahead import Ahead, Scheduled
 from autopar.elastic.member import Member
 from autopar.elastic.newcomer import Newcomer, asked_axes, joins
 from autopar.elastic.options import Elastic
@@ -35,16 +35,10 @@ _attached: weakref.WeakKeyDictionary[ParallelModule, Attached] = weakref.WeakKey
 _members: list[Member] = []  # of this process; one at most
 
 
-def refuse(inputs: str, has_plan: bool, has_stages: bool) -> None:
+def refuse(inputs: str, has_plan: bool) -> None:
     """Raises AutoparError for what is not survived yet, before anything is compiled."""
     if not sys.platform.startswith("linux"):
         raise AutoparError(f"elastic= finds connections by /proc, which {sys.platform} does not have", where=WHERE, fix="train on Linux")
-    if has_stages:
-        raise AutoparError(
-            "a pipeline is not elastic yet: stages are not moved between ranks",
-            where=WHERE,
-            fix='use a mesh such as {"dp": 4, "tp": 2}, or leave elastic= out',
-        )
     if has_plan:
         raise AutoparError(
             "a plan that is passed is for one mesh, and after a loss the mesh is another",
@@ -59,8 +53,8 @@ def refuse(inputs: str, has_plan: bool, has_stages: bool) -> None:
         )
 
 
-def attach(model: ParallelModule, options: Elastic) -> None:
-    """Collective. Raises AutoparError where a size has no plan, or nobody supervises this process."""
+def attach(model: ParallelModule, options: Elastic, scheduled: Scheduled | None = None) -> None:
+    """scheduled: of a pipeline. Collective. Raises AutoparError where a size has no plan, or nobody supervises this process."""
     ranks = model._builder.groups.ranks
     n = len(ranks)
     if n != (dist.get_world_size() if dist.is_initialized() else 1):
@@ -72,7 +66,13 @@ def attach(model: ParallelModule, options: Elastic) -> None:
             fix="compile one module that holds both models, or leave elastic= out",
         )
     full = int(os.environ.get(words.FULL, n))
-    ahead = Ahead(model, max(1, n - options.survive) if full > n else 1 if n == 1 else n - options.survive, full, asked_axes())
+    if words.FULL in os.environ and model._builder.pipeline is not None:
+        raise AutoparError(
+            "processes cannot join a pipeline yet",
+            where=WHERE,
+            fix="start the run without --rejoin, with all its nodes there; or use a mesh without an axis pp",
+        )
+    ahead = Ahead(model, max(1, n - options.survive) if full > n else 1 if n == 1 else n - options.survive, full, asked_axes(), scheduled)
     member, newcomer = None, None
     if full > 1:
         member = _members[0] if _members else Member(options)

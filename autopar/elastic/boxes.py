@@ -13,16 +13,21 @@ ALIGNED = 16  # bytes: where a tensor may begin in a flat buffer
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor of the state. dims: by axis of the mesh, the dim that its ranks have chunks of, of ceil(N / W), axis by axis, as DTensor cuts; None: each has all of it."""
+    """A tensor of the state. dims: by axis of the mesh, the dim that its ranks have chunks of, of ceil(N / W), axis by axis, as DTensor cuts; None: each has all of it.
+
+    stages: of a pipeline, its axis of the mesh and the places along it that have the tensor; empty: all have. A tensor of one number has the shape (1,)."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     element_bytes: int
     dims: tuple[int | None, ...]
+    stages: tuple[int, tuple[int, ...]] | tuple[()] = ()
 
     def box(self, rank: int, sizes: Sizes) -> Box:
         """sizes: of the mesh, whose last axis is the innermost."""
+        if self.stages and rank // math.prod(sizes[self.stages[0] + 1 :]) % sizes[self.stages[0]] not in self.stages[1]:
+            return ((0, 0),) * len(self.shape)
         start, length = [0] * len(self.shape), list(self.shape)
         left = math.prod(sizes)
         for dim, size in zip(self.dims, sizes, strict=True):

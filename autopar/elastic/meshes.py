@@ -1,6 +1,6 @@
 """The mesh that so many ranks are laid out on: the first one's axes, for another number.
 
-The first axis takes what is lost or won. The others keep their sizes where these divide the ranks that there are; else each takes a divisor of its own, so that no rank idles
+The first axis that is no pipeline's takes what is lost or won. The others keep their sizes where these divide the ranks that there are; else each takes a divisor of its own, so that no rank idles
 and what was divided by the size still is: of {"dp": 4, "tp": 2} seven ranks are {"dp": 7, "tp": 1}, and six {"dp": 3, "tp": 2}.
 """
 
@@ -10,11 +10,15 @@ import itertools
 import math
 from collections.abc import Mapping
 
+from autopar.planner.axes import PIPELINE
+
 
 def axes_for(axes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Sizes of the axes of `ranks` ranks. Of those that fill them, the sizes behind the first that have the largest product; of equals the last axes keep theirs."""
-    (first, *others) = axes
+    """Sizes of the axes of `ranks` ranks. Of those that fill them, the other axes' sizes that have the largest product; of equals the last axes keep theirs."""
+    first = next((a for a in axes if a != PIPELINE), PIPELINE)
+    others = [a for a in axes if a != first]
     divisors = [[d for d in range(1, axes[a] + 1) if axes[a] % d == 0] for a in others]
     filling = [sizes for sizes in itertools.product(*divisors) if ranks % math.prod(sizes) == 0]
     best = max(filling, key=lambda sizes: (math.prod(sizes), tuple(reversed(sizes))))
-    return {first: ranks // math.prod(best), **dict(zip(others, best, strict=True))}
+    found = {first: ranks // math.prod(best), **dict(zip(others, best, strict=True))}
+    return {a: found[a] for a in axes}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +14,7 @@ from autopar.elastic.boxes import Moves, Sizes, Spec, elements, laid_out, offset
 from autopar.elastic.copies import Copies, Holdings
 from autopar.elastic.member import Member, StoppedError
 from autopar.elastic.protocol import Shard, sources, version_to_go_on_from
-from autopar.elastic.state import Alike, Packed, State, dims_of
+from autopar.elastic.state import COUNT, Alike, Packed, State, dims_of
 from autopar.runtime.module import ParallelModule
 
 LIVE = -1  # the generation of what all ranks have whole
@@ -56,7 +56,7 @@ def recover(session: Recovering, was_split: bool) -> Moved:
     own = {shard for shard in session.holdings.own if shard in mine}
     if not was_split and session.is_live:
         live = Shard(session.version, LIVE, 1, 0)
-        mine[live] = session.state.pack(0, (1,) * session.model._builder.device_mesh.ndim)
+        mine[live] = session.state.pack(0, (1,) * len(session.state.sizes))
         own.add(live)
         if is_split:  # of what one rank alone had, each gets a part: it is kept until the copies of those are whole
             session.holdings.own[live] = mine[live]
@@ -71,15 +71,17 @@ def recover(session: Recovering, was_split: bool) -> Moved:
     specs, olds = _laid(copies, next(((p.specs, p.sizes) for p in given.values()), None))
     assert math.prod(olds) == ranks
     builder = session.model._builder
-    sizes = tuple(builder.groups.axes.values())
+    sizes = session.state.sizes
     places = {n: builder.lies(n, tuple(p.shape)) for n, p in session.model.named_parameters()}
-    after = laid_out(specs, {s.name: dims_of(places[s.name.split(" ", 1)[1]]) for s in specs})
+    lie = {n: dims_of(how) for n, (_, how) in places.items()}
+    after = laid_out(specs, {s.name: (None,) * len(sizes) if s.name.startswith(COUNT) else lie[s.name.split(" ", 1)[1]] for s in specs})
     _, length = offsets(after, copies.rank, sizes)
     new = Packed(after, copies.rank, sizes, torch.empty(length, dtype=torch.uint8))
     moved = _exchange(copies, Moves(specs, olds, after, sizes, sources(chosen, held, owns)), given, new)
     alike, random = _alike(copies, None if version not in session.alike else (session.alike[version], session.random_at(version)))
     # Nothing below waits for others: a loss finds the tensors as they were, or all as they are to be.
-    session.state.put(new, places)
+    counts = session.state.put(new, places)
+    alike = replace(alike, counts={**alike.counts, **counts})
     session.state.put_alike(alike)
     session.alike[version], session.version, session.is_live = alike, version, True
     session.given = random

@@ -43,6 +43,7 @@ from autopar.elastic.state import Alike, State, Stateful
 from autopar.errors import AutoparError, InputError, LostRankError
 from autopar.plan.schema import dumps
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.optimizers import move_state
 from autopar.text.log import log
 
 T = TypeVar("T")
@@ -183,7 +184,7 @@ class Session:
                 "optimizer.step() " + ("a second time in one step" if self.in_step else "outside of a step"),
                 where="autopar.elastic.Session", fix="put each optimizer step, with its calls and backwards, into one `with session.step():`",
             )  # fmt: skip
-        self.state.follow()
+        move_state(self.optimizer, self.model._stages)  # to where a plan that was made since has its parameters
         self._commit()
 
     # ---- versions ------------------------------------------------------------------------------------------------
@@ -206,7 +207,7 @@ class Session:
         self.alike = {v: a for v, a in self.alike.items() if v < self.version and (v >= before or before >= self.version)}
         self.alike[self.version] = self.state.alike()
         if self.is_split:
-            packed = self.state.pack(copies.rank, tuple(self.model._builder.groups.axes.values()), copies.place_for(before))
+            packed = self.state.pack(copies.rank, self.state.sizes, copies.place_for(before))
             copies.begin(self.version, packed, before)
         else:
             self.state.tensors()  # what could not be moved is said now, not at a loss
@@ -435,7 +436,7 @@ class Session:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
         joined = self._newcomers(ranks) if member.grows else 0
         self.ahead.keep()
-        remesh(self.model, self.ahead.axes_for(ranks))
+        remesh(self.model, self.ahead.axes_for(ranks), self.ahead.lists_for(ranks))
         ahead = self.ahead.take(joined > 0)
         if joined:
             self.ahead.common()

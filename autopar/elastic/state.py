@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Placement as DPlacement
 from torch.distributed.tensor import Shard as ShardOf
 from torch.optim import Optimizer
 
 from autopar import _torch
-from autopar.distributed.shards import redistributed
+from autopar.distributed.agreement import all_gathered
 from autopar.elastic.boxes import Box, Sizes, Spec, offsets
 from autopar.errors import AutoparError
+from autopar.planner.axes import PIPELINE
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.stages import Pipeline
 from autopar.tensors.memory_format import laid, order_of
+
+COUNT = "count:"  # before the key of what an optimizer counts
 
 
 class Stateful(Protocol):
@@ -77,6 +83,7 @@ class State:
     def __init__(self, model: ParallelModule, optimizer: Optimizer, others: Sequence[Stateful]) -> None:
         self.model, self.optimizer, self.others = model, optimizer, list(others)
         names = {id(p): n for n, p in model.named_parameters()}
+        self._known, self._every = list[str](), tuple[Spec, ...]()  # in a pipeline: of what ranks have, and that of all
         self.names = {p: names[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in names}
         strange = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in names]
         if strange:
@@ -86,22 +93,28 @@ class State:
                 fix="give the session an optimizer of model.parameters() alone",
             )
 
-    def follow(self) -> None:
-        """The optimizer's state goes to where a plan that was made since has its parameters. Collective."""
-        for p in self.names:
-            assert isinstance(p, DTensor)
-            for key, value in sorted(self.optimizer.state.get(p, {}).items()):
-                if isinstance(value, DTensor) and value.shape == p.shape and value.placements != p.placements:
-                    self.optimizer.state[p][key] = redistributed(value, tuple(p.placements))
+    @property
+    def sizes(self) -> Sizes:
+        """Of the axes of the mesh that the model is on now, a pipeline's with them."""
+        return tuple(self.model._builder.groups.whole.shape)
 
-    def tensors(self) -> dict[str, tuple[DTensor, str]]:
-        """All that lies on the mesh, by name, each with its parameter's name: parameters, and the optimizer's state of their shape."""
-        out: dict[str, tuple[DTensor, str]] = {}
+    @property
+    def stages(self) -> Pipeline | None:
+        """Where this rank has the tensors of its stages alone."""
+        pipeline = self.model._builder.pipeline
+        return pipeline if pipeline is not None and pipeline.placed else None
+
+    def tensors(self) -> dict[str, tuple[torch.Tensor, str]]:
+        """All of a version that this rank does not have like all others, by name, each with its parameter's name: parameters, and the optimizer's state of their shape; on the
+        stages of a pipeline what the optimizer counts, too."""
+        out: dict[str, tuple[torch.Tensor, str]] = {}
+        away = frozenset() if self.stages is None else self.stages.away
         for n, p in self.model.named_parameters():
             assert isinstance(p, DTensor)
-            out[f"parameter {n}"] = p, n
+            if n not in away:
+                out[f"parameter {n}"] = p, n
         for p, n in self.names.items():
-            for key, value in sorted(self.optimizer.state.get(p, {}).items()):
+            for key, value in sorted(self.optimizer.state.get(p, {}).items() if n not in away else ()):
                 if isinstance(value, DTensor):
                     if value.shape != p.shape or value.placements != p.placements:
                         raise AutoparError(
@@ -110,20 +123,41 @@ class State:
                             fix="use an optimizer whose state has the shape of its parameters, such as AdamW, or leave elastic= out",
                         )
                     out[f"{key} {n}"] = value, n
+                elif self.stages is not None and isinstance(value, torch.Tensor) and value.numel() == 1:
+                    out[f"{COUNT}{key} {n}"] = value.reshape(1), n
+                elif self.stages is not None and value is not None:
+                    raise AutoparError(
+                        f"the optimizer's state {key!r} is neither a number in a tensor nor of its parameter's shape, so it cannot outlive a stage",
+                        where=f"{type(self.optimizer).__name__}, {n}: {type(value).__name__}",
+                        fix="use an optimizer such as AdamW, or a mesh without an axis pp",
+                    )
         return out
 
     def is_split(self) -> bool:
         """Whether, on the mesh that the model is on now, any tensor has parts on other ranks that this one does not have."""
         builder = self.model._builder
-        sizes = tuple(builder.groups.axes.values())
+        if builder.pipeline is not None and len(builder.pipeline.ranks) > 1:
+            return True
         lie = (builder.lies(n, tuple(p.shape)) for n, p in self.model.named_parameters())
-        return any(x.is_shard() and size > 1 for placements in lie for x, size in zip(placements, sizes, strict=True))
+        return any(x.is_shard() and mesh.size(axis) > 1 for mesh, placements in lie for axis, x in enumerate(placements))
 
     def specs(self) -> tuple[Spec, ...]:
-        return tuple(
-            Spec(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.element_size(), dims_of(t.placements))
-            for name, (t, _) in self.tensors().items()
-        )
+        """Of the tensors that any rank has, the same on all. Collective in a pipeline."""
+        pipeline, mine = self.stages, self.tensors()
+        if pipeline is None:
+            return tuple(_spec(name, t, _dims(t, len(self.sizes))) for name, (t, _) in mine.items())
+        axis = (self.model._builder.groups.whole.mesh_dim_names or ()).index(PIPELINE)
+        specs = []
+        for name, (t, n) in mine.items():
+            dims = list(_dims(t, len(self.sizes) - 1))
+            holders = tuple(sorted({pipeline.lists.where[s] for s in pipeline.holders[n]}))
+            specs.append(_spec(name, t, (*dims[:axis], None, *dims[axis:]), (axis, holders)))
+        groups = self.model._builder.groups
+        known = all_gathered(groups, hashlib.sha256(repr(specs).encode()).hexdigest())
+        if known != self._known:
+            every = {s.name: s for theirs in all_gathered(groups, specs) for s in theirs}
+            self._known, self._every = known, tuple(every[name] for name in sorted(every))
+        return self._every
 
     def pack(self, rank: int, sizes: Sizes, into: torch.Tensor | None = None) -> Packed:
         """Copies this rank's parts into host memory. sizes: of the mesh; into: a buffer to use again, where it has the length."""
@@ -135,7 +169,7 @@ class State:
         views = packed.views()
         with torch.no_grad():
             for name, (t, _) in self.tensors().items():
-                views[name].copy_(_torch.local_tensor(t).detach())
+                views[name].copy_((_torch.local_tensor(t) if isinstance(t, DTensor) else t).detach())
         packed.crc = crc_of(into)
         return packed
 
@@ -151,17 +185,23 @@ class State:
         return Alike(buffers, counts, options, self.model.rng_state(), [copy.deepcopy(o.state_dict()) for o in self.others])
 
     @torch.no_grad()
-    def put(self, packed: Packed, places: Mapping[str, tuple[DPlacement, ...]]) -> None:
-        """The sharded tensors become what `packed` has, on the mesh that the model is on now. places: of parameters, there. Parameters stay the same objects."""
-        mesh, device = self.model._builder.device_mesh, self.model._builder.device
+    def put(self, packed: Packed, places: Mapping[str, tuple[DeviceMesh, tuple[DPlacement, ...]]]) -> dict[tuple[str, str], torch.Tensor]:
+        """The tensors become what `packed` has, on the mesh that the model is on now. places: of parameters, there. Parameters stay the same objects. Returns what the optimizer counts, as
+        far as that is in `packed`."""
+        device = self.model._builder.device
         params = dict(self.model.named_parameters())
         by_name = {n: p for p, n in self.names.items()}
         moments: dict[str, dict[str, torch.Tensor]] = {}
+        counts: dict[tuple[str, str], torch.Tensor] = {}
         for name, part in packed.views().items():
             key, n = name.split(" ", 1)
+            if key.startswith(COUNT):
+                counts[n, key.removeprefix(COUNT)] = part.reshape(()).clone()
+                continue
             p = params[n]
             order = order_of(p)
-            there = _torch.dtensor(laid(part.to(device=device, copy=True), order), mesh, places[n], tuple(p.shape), order)
+            mesh, how = places[n]
+            there = _torch.dtensor(laid(part.to(device=device, copy=True), order), mesh, how, tuple(p.shape), order)
             if key == "parameter":
                 p.grad = None
                 _torch.move_parameter(p, there)
@@ -171,6 +211,7 @@ class State:
             self.optimizer.state.pop(p, None)
             if n in moments:
                 self.optimizer.state[p].update(moments[n])
+        return counts
 
     @torch.no_grad()
     def put_alike(self, alike: Alike) -> None:
@@ -195,3 +236,11 @@ def dims_of(placements: Sequence[DPlacement]) -> tuple[int | None, ...]:
     """By axis of the mesh, the dim that it splits."""
     assert all(isinstance(p, (ShardOf, Replicate)) for p in placements), placements
     return tuple(p.dim if isinstance(p, ShardOf) else None for p in placements)
+
+
+def _dims(t: torch.Tensor, axes: int) -> tuple[int | None, ...]:
+    return dims_of(t.placements) if isinstance(t, DTensor) else (None,) * axes
+
+
+def _spec(name: str, t: torch.Tensor, dims: tuple[int | None, ...], stages: tuple[int, tuple[int, ...]] | tuple[()] = ()) -> Spec:
+    return Spec(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.element_size(), dims, stages)

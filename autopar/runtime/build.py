@@ -187,10 +187,12 @@ class Builder:
         choice = param_choice(Tensor(name, tuple(shape), "float32"), Placement.of(tuple(shape)), layout, mesh, True)
         return dtensor_placements(choice.storage, mesh)
 
-    def lies(self, name: str, shape: tuple[int, ...]) -> tuple[DPlacement, ...]:
-        """Of a parameter: where the plan stores it, or as before there is one."""
+    def lies(self, name: str, shape: tuple[int, ...]) -> tuple[DeviceMesh, tuple[DPlacement, ...]]:
+        """Of a parameter: where the plan stores it, or as before there is one, which is on all of a pipeline's stages."""
         choice = None if self.plan is None else self.plan.params.get(name)
-        return self.placements(name, shape) if choice is None else dtensor_placements(choice.storage, self.mesh)
+        if choice is None or (self.pipeline is not None and not self.pipeline.placed):
+            return self.groups.whole, self.placements(name, shape)
+        return self.device_mesh, dtensor_placements(choice.storage, self.mesh)
 
     def distribute(self) -> None:
         """Every parameter becomes a DTensor."""

@@ -52,7 +52,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         ours = {id(p) for p in module.parameters()}
         if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
             _check(optimizer, w.planned)
-            _move_state(optimizer, getattr(module, "_stages", None))
+            move_state(optimizer, getattr(module, "_stages", None))
             stepping.begin(_named(module, optimizer), functools.partial(_refused, type(optimizer).__name__))
 
 
@@ -121,7 +121,7 @@ def _bytes(kind: Kind, wide: int) -> float:
     return kind.state_bytes + wide * (kind.moments + kind.temporaries)
 
 
-def _move_state(optimizer: Optimizer, stages: StagedCalls | None = None) -> None:
+def move_state(optimizer: Optimizer, stages: StagedCalls | None = None) -> None:
     """State made (or loaded) before the first call follows the parameters to their final placement; of a parameter that is on no stage here, none is left."""
     for p, state in list(optimizer.state.items()):
         if not isinstance(p, DTensor):

@@ -166,6 +166,10 @@ class Pipeline:
         sent = [sum(math.prod(c.shape) * c.dtype.itemsize for c in received) for received in (*step.crossing.forward[1:], ())]
         return of_the_pipeline(plan, self.lists, self.cut.stages, (forward, backward), sent)
 
+    def leave(self) -> None:
+        """The model goes over to another mesh."""
+        self.model = lambda: None
+
     # ---- norms of gradients (`_torch.clipping.Stage`) ------------------------------------------------------------
 
     def counted(self, tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autopar.planner.layout import Layout
@@ -151,6 +153,36 @@ def test_a_plan_that_replicates_has_no_copies(phase: str) -> None:
     """Before there is a plan parameters are split. Somebody is lost where the first step's copies are given up."""
     out = survived(Task(None, model="llama", steps=3, deaths=(Death(1, 0 if phase in ("committed", "stepped") else 1, phase),)))
     assert all(d.held_bytes == 0 for d in out.done.values())
+
+
+PP = (("pp", 2),)
+
+
+@pytest.mark.parametrize("phase", cases(PHASES, ("backward",)))
+def test_a_stage_is_lost(phase: str) -> None:
+    """Of 2 x 2 in a pipeline: three are left in one stage. What the lost one's stage had is with its partner, which is of another stage."""
+    out = survived(Task("fsdp", axes=PP, model="llama", steps=4, deaths=(Death(PHASES.index(phase) % 4, 2, phase),)))
+    assert all(r.ranks == 3 and not r.ahead for d in out.done.values() for r in d.recoveries)
+
+
+@wide
+@pytest.mark.parametrize(
+    "task",
+    [
+        Task("fsdp", axes=PP, ranks=2, deaths=(Death(0, 2, "forward"),)),
+        Task("fsdp", axes=PP, survive=2, deaths=(Death(1, 1, "copy"), Death(3, 2, "forward", 1))),
+        Task("fsdp", axes=PP, survive=2, deaths=(Death(1, 2, "backward"), Death(3, 2, "moved", 1))),
+        Task(None, axes=PP, optimizer="sgd", deaths=(Death(2, 2, "stepped"),)),
+        Task("fsdp+tp", axes=(*PP, ("tp", 2)), deaths=(Death(2, 2, "commit"),)),
+        Task("fsdp", axes=PP, nodes=(2, 2), survive=2, deaths=(Death(2, 2, "backward", how="with its node"),)),
+        Task("fsdp", axes=PP, deaths=(Death(1, 2, "backward", how="stopped"),), silence_s=10.0),
+    ],
+    ids=["alone", "one-after-the-other", "in-recovery", "planned", "tp", "node", "stopped"],
+)
+def test_pipelines(task: Task) -> None:
+    task = replace(task, model="llama", steps=4)
+    out = run(task)
+    compare(task, out, {2, 3} if task.nodes else None)
 
 
 @wide

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from typing import Any
 
 import pytest
 
@@ -20,17 +21,32 @@ def random_dims(draw: random.Random, shape: tuple[int, ...], axes: int) -> tuple
     return tuple(draw.choice([None, *range(len(shape))]) for _ in range(axes))
 
 
-def random_specs(draw: random.Random, axes: int) -> tuple[Spec, ...]:
+def random_specs(draw: random.Random, axes: int, staged: bool) -> tuple[Spec, ...]:
     shapes = [tuple(draw.randrange(1, 7) for _ in range(draw.randrange(0, 4))) for _ in range(draw.randrange(1, 4))]
-    return tuple(Spec(f"t{i}", shape, "float32", 4, random_dims(draw, shape, axes)) for i, shape in enumerate(shapes))
+    specs = []
+    for i, shape in enumerate(shapes):
+        stages: Any = ()
+        if staged and shape and draw.random() < 0.7:  # along the first axis, on one place or on both
+            stages = 0, draw.choice([(0,), (1,), (0, 1)])
+        specs.append(
+            Spec(
+                f"t{i}",
+                shape,
+                "float32",
+                4,
+                (None, *random_dims(draw, shape, axes - 1)) if stages else random_dims(draw, shape, axes),
+                stages,
+            )
+        )
+    return tuple(specs)
 
 
 @pytest.mark.parametrize("seed", range(80))
 def test_all_elements_arrive_once_and_no_more_than_must(seed: int) -> None:
-    """n ranks lose one, on meshes of one to three axes: every new rank gets its part, each element from one place; what it gets from others is what it holds nowhere."""
+    """n ranks lose one, on meshes of one to three axes, of which one may be a pipeline's: every new rank gets its part, each element from one place; what it gets from others is what it holds nowhere."""
     draw = random.Random(seed)
     olds = draw.choice([(2,), (3,), (5,), (2, 2), (3, 2), (1, 3), (2, 2, 2)])
-    specs, n = random_specs(draw, len(olds)), math.prod(olds)
+    specs, n = random_specs(draw, len(olds), staged=len(olds) > 1 and olds[0] == 2), math.prod(olds)
     dead = draw.randrange(n)
     alive = [r for r in range(n) if r != dead]
     news = draw.choice([(len(alive),), (1, len(alive)), (len(alive), 1)])

@@ -1,4 +1,4 @@
-"""The mesh that those are laid out on who are left."""
+"""The mesh that those are laid out on who are left. The first axis that is no pipeline's takes the loss."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ from autopar.elastic.meshes import axes_for
         ({"dp": 1, "tp": 8}, 6, {"dp": 3, "tp": 2}),
         ({"dp": 2, "cp": 4, "tp": 4}, 24, {"dp": 3, "cp": 2, "tp": 4}),
         ({"dp": 2, "cp": 4, "tp": 4}, 1, {"dp": 1, "cp": 1, "tp": 1}),
+        ({"pp": 2, "dp": 4}, 6, {"pp": 2, "dp": 3}),
+        ({"pp": 2, "dp": 4}, 7, {"pp": 1, "dp": 7}),
+        ({"pp": 4}, 3, {"pp": 3}),
+        ({"pp": 2, "dp": 2, "tp": 2}, 7, {"pp": 1, "dp": 7, "tp": 1}),
         ({"replicas": 2, "dp": 6}, 9, {"replicas": 3, "dp": 3}),
     ],
 )

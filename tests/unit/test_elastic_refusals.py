@@ -30,13 +30,12 @@ def leaves_no_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-PLAIN: dict[str, Any] = {"inputs": "global", "has_plan": False, "has_stages": False}
+PLAIN: dict[str, Any] = {"inputs": "global", "has_plan": False}
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"has_stages": True}, "a pipeline is not elastic yet"),
         ({"has_plan": True}, "a plan that is passed is for one mesh"),
         ({"inputs": "local"}, "samples would be seen twice or never"),
     ],
