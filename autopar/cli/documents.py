@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field
 
 if TYPE_CHECKING:
+    from autopar.elastic.plans import Templates
     from autopar.hardware.calibrate import Calibration
     from autopar.plan.plan import Plan
     from autopar.planner.explain import Explanation
@@ -148,6 +149,51 @@ class PredictionDocument(Document):
     layers: list[int] = Field(description="by stage of the pipeline")
 
 
+class SizeRow(BaseModel):
+    """A number of nodes or devices that may be left."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    units: int = Field(description="nodes or devices")
+    devices: int = Field(description="that are left")
+    step_s: float | None = Field(description="of a step; null where no plan keeps to the memory")
+    memory_bytes: float = Field(description="of the fullest device")
+    groups: str = Field(description="groups x their units (micro-batches of each), for people")
+    layouts: dict[str, str] = Field(description="of a group of so many units")
+    shares: list[tuple[int, int]] = Field(description="units and micro-batches of each group")
+    sync_s: float = Field(description="of step_s, that sums of gradients between groups take")
+    idle: int = Field(description="devices without work")
+    one_s: float | None = Field(description="a step of one group over all")
+    even_s: float | None = Field(description="a step of groups that all get as much")
+    even_groups: int = Field(description="how many those are")
+    moved_bytes: float = Field(description="to all devices, after the worst loss in the size above")
+    busiest_bytes: float = Field(description="of it, to one device")
+    grown_bytes: float = Field(description="to one device, where the size below grows to this")
+    filled: bool = Field(description="whether templates fill it without rest")
+    why: str = Field(description="no plan, for people")
+
+
+class TemplatesDocument(Document):
+    """`autopar elastic plan`; -o writes it, too."""
+
+    kind: Literal["elastic-templates"] = "elastic-templates"
+    version: Literal[1] = 1
+    model: str = Field(description="its class")
+    cluster: str = Field(description="what is there before anything fails")
+    unit: str = Field(description="what fails as one: node or device")
+    batch: int = Field(description="sequences of a step, whatever is left")
+    micro_batch: int = Field(description="sequences that are dealt as one")
+    tokens: int = Field(description="of a sequence")
+    templates: dict[str, str] = Field(description="layouts by the units of a group")
+    lacking: dict[str, float | None] = Field(
+        description="units of groups that no plan keeps to the memory of, with the bytes that a device lacks, if more would do"
+    )
+    filled_from: int | None = Field(description="templates fill every number of units from this one on without rest; null: there is none")
+    state_bytes: float = Field(description="parameters and optimizer state, as a checkpoint has them")
+    link_Bps: float = Field(description="of a device, between nodes")
+    host_Bps: float = Field(description="of a device, to its host's memory")
+    sizes: list[SizeRow] = Field(description="the largest first")
+
+
 class Constant(BaseModel):
     """A constant that was measured."""
 
@@ -177,9 +223,9 @@ class WrittenDocument(Document):
 
 
 DOCUMENTS = (
-    PlanDocument, DifferenceDocument, ExplanationDocument, FrontierDocument, SearchDocument, PredictionDocument, CalibrationDocument, WrittenDocument,
+    PlanDocument, DifferenceDocument, ExplanationDocument, FrontierDocument, SearchDocument, PredictionDocument, CalibrationDocument, WrittenDocument, TemplatesDocument,
 )  # fmt: skip
-ROWS = (PointRow, LayoutRow, Constant)
+ROWS = (PointRow, LayoutRow, Constant, SizeRow)
 
 
 # ---- making them -------------------------------------------------------------------------------------------------
@@ -231,6 +277,10 @@ def calibration_document(found: Calibration, file: Path) -> str:
 
 def written_document(plans: Iterable[Path], file: Path) -> str:
     return WrittenDocument(plans=[str(p) for p in plans], file=str(file)).dumps()
+
+
+def templates_document(made: Templates) -> str:
+    return TemplatesDocument.model_validate_json(json.dumps(made.document())).dumps()
 
 
 # ---- saying what they are ------------------------------------------------------------------------------------------
