@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 if TYPE_CHECKING:
     from autopar.elastic.plans import Templates
+    from autopar.elastic.plans.goodput import Simulation
     from autopar.hardware.calibrate import Calibration
     from autopar.plan.plan import Plan
     from autopar.planner.explain import Explanation
@@ -191,7 +192,52 @@ class TemplatesDocument(Document):
     state_bytes: float = Field(description="parameters and optimizer state, as a checkpoint has them")
     link_Bps: float = Field(description="of a device, between nodes")
     host_Bps: float = Field(description="of a device, to its host's memory")
+    node_units: int = Field(description="units of a node")
     sizes: list[SizeRow] = Field(description="the largest first")
+
+
+class OutcomeRow(BaseModel):
+    """A way to live with failures, and what came of it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str = Field(description="for people")
+    goodput: float = Field(description="steps whose result is there at the end x the time of a step of all, over the time of the run")
+    held: float = Field(description="the same over all units, those that stand by too")
+    in_use: float = Field(description="devices that train, on average, over all of the cluster")
+    steps: int = Field(description="whose result is there")
+    seconds: dict[str, float] = Field(
+        description="useful, slower (units are missing), copies, writing (of checkpoints), lost (done in vain), recovering, waiting: they sum to the run"
+    )
+    losses: int = Field(description="units that failed while they were used")
+    interrupted: int = Field(description="steps that a loss ended")
+    undone: int = Field(description="whole steps that were done again")
+    restarts: int = Field(description="from a checkpoint")
+    interval_s: float | None = Field(description="of work between checkpoints; null for those that only fall back to them")
+
+
+class SimulationDocument(Document):
+    """`autopar elastic simulate`; -o writes it, too."""
+
+    kind: Literal["elastic-simulation"] = "elastic-simulation"
+    version: Literal[1] = 1
+    model: str = Field(description="its class")
+    cluster: str = Field(description="what is there before anything fails")
+    unit: str = Field(description="what fails as one: node or device")
+    units: int = Field(description="of the cluster, without those that stand by")
+    days: float = Field(description="of the run")
+    failures: int = Field(description="that hit a place of the run")
+    mtbf_s: float = Field(description="expected between two of them; of a trace, what there was")
+    step_s: float = Field(description="of all units, undisturbed")
+    state_bytes: float = Field(description="of a checkpoint")
+    write_s: float = Field(description="of a checkpoint")
+    young_s: float = Field(description="of work between checkpoints, by his formula")
+    daly_s: float = Field(description="the same by his")
+    best_s: float = Field(description="the same, the best by the expected time")
+    covered: int = Field(description="the fewest units that have a plan")
+    setting: dict[str, float] = Field(
+        description="what was measured, assumed or given: detect_s, regroup_s, start_s, join_s, storage_Bps (of a node), restart_s, save_s, spares"
+    )
+    outcomes: list[OutcomeRow] = Field(description="of each way, the ideal first")
 
 
 class Constant(BaseModel):
@@ -224,8 +270,9 @@ class WrittenDocument(Document):
 
 DOCUMENTS = (
     PlanDocument, DifferenceDocument, ExplanationDocument, FrontierDocument, SearchDocument, PredictionDocument, CalibrationDocument, WrittenDocument, TemplatesDocument,
+    SimulationDocument,
 )  # fmt: skip
-ROWS = (PointRow, LayoutRow, Constant, SizeRow)
+ROWS = (PointRow, LayoutRow, Constant, SizeRow, OutcomeRow)
 
 
 # ---- making them -------------------------------------------------------------------------------------------------
@@ -281,6 +328,10 @@ def written_document(plans: Iterable[Path], file: Path) -> str:
 
 def templates_document(made: Templates) -> str:
     return TemplatesDocument.model_validate_json(json.dumps(made.document())).dumps()
+
+
+def simulation_document(found: Simulation) -> str:
+    return SimulationDocument.model_validate_json(json.dumps(found.document())).dumps()
 
 
 # ---- saying what they are ------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@
     autopar search llama3-70b --cluster h100:32x8 --batch 256 --seq 8192 --top 5
     autopar predict llama3-70b --cluster h100:32x8 --batch 256 --seq 8192 --tp 8 --pp 4 --zero 1
     autopar elastic plan llama3-70b --cluster h100:32x8 --batch 256 --seq 8192 --survive 4
+    autopar elastic simulate llama3-70b --cluster h100:32x8 --batch 256 --seq 8192 --mtbf-device 50000h --days 30
 
 Exits with 0; 1 when `diff` finds differences; 2 when something was called wrongly or is damaged; 3 when no plan fits the memory; 130 on Ctrl-C.
 Results go to standard output, with --json as one document (`documents.py`); progress and errors to standard error.

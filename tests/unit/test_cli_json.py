@@ -50,6 +50,7 @@ def printed(about: list[str], tmp_path_factory: pytest.TempPathFactory) -> Calla
         "report": ["report", plan, other, "-o", str(folder / "plan.html")],
         "trace": ["trace", plan, "-o", str(folder / "trace.json")],
         "elastic plan": ["elastic", "plan", *about, "--unit", "device", "--survive", "1"],
+        "elastic simulate": ["elastic", "simulate", *about, "--unit", "device", "--survive", "1", "--mtbf-cluster", "2h", "--days", "2"],
     }
     same_step = ("plan", "other", "explain", "frontier")  # captured once
     captured: list[Any] = []
@@ -80,7 +81,7 @@ def printed(about: list[str], tmp_path_factory: pytest.TempPathFactory) -> Calla
 KINDS = {
     "plan": "plan", "show": "plan", "diff": "difference", "same": "difference", "explain": "explanation", "frontier": "frontier",
     "search": "search", "predict": "prediction", "calibrate": "calibration", "report": "written", "trace": "written",
-    "elastic plan": "elastic-templates",
+    "elastic plan": "elastic-templates", "elastic simulate": "elastic-simulation",
 }  # fmt: skip
 
 

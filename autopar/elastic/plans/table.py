@@ -42,7 +42,7 @@ class Size:
 @dataclass(frozen=True)
 class Templates:
     """sizes: the largest first. templates: units -> the layout of a group of so many; lacking: sizes without one, with the bytes that are missing. state_bytes: of parameters and optimizer
-    state that a checkpoint has; link_Bps: of a device, between nodes; host_Bps: between a device and its host. filled_from: template sizes fill every number of units from this one on; None: there is none."""
+    state that a checkpoint has; link_Bps: of a device, between nodes; host_Bps: between a device and its host; node_units: units of a node. filled_from: template sizes fill every number of units from this one on; None: there is none."""
 
     model: str
     cluster: str
@@ -57,6 +57,7 @@ class Templates:
     state_bytes: float
     link_Bps: float
     host_Bps: float
+    node_units: int
     cost_of: Callable[[Sequence[int]], Combination | None] | None = field(default=None, repr=False, compare=False)
 
     @property

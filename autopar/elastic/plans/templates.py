@@ -70,7 +70,7 @@ def templates(
     lacking = {k: b for k, b in maker.lacking.items() if k in asked or k >= maker.total - survive}
     return Templates(
         type(model).__name__, where.name, unit, global_batch, micro_batch, tokens_of(inputs), tuple(rows), {k: str(g.layout) for k, g in maker.small.items()},
-        lacking, None if gap is None else gap + 1, STATE_BYTES * next(iter(maker.known.values())).params(), link, where.host.reached_Bps, maker.combined,
+        lacking, None if gap is None else gap + 1, STATE_BYTES * next(iter(maker.known.values())).params(), link, where.host.reached_Bps, where.devices_per_node // maker.per, maker.combined,
     )  # fmt: skip
 
 
