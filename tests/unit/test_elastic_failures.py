@@ -8,7 +8,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.elastic.plans.checkpoints import best_s, best_steps, daly_s, expected_s, young_s
@@ -30,6 +30,7 @@ def least(write_s: float, mtbf_s: float) -> float:
 
 
 @given(st.floats(1e-3, 3e3), st.floats(100.0, 1e7))
+@settings(deadline=None)
 def test_the_best_interval_is_where_the_expected_time_is_least(write_s: float, mtbf_s: float) -> None:
     best = best_s(write_s, mtbf_s)
     assert best == pytest.approx(least(write_s, mtbf_s), rel=1e-3)
@@ -45,6 +46,7 @@ def test_dalys_own_examples(mtbf_min: float, said_min: float) -> None:
 
 
 @given(st.floats(1.0, 1e4), st.floats(1.1, 1e5))
+@settings(deadline=None)
 def test_dalys_formula_is_near_the_best_and_youngs_is_its_first_order(write_s: float, times: float) -> None:
     mtbf_s = write_s * times
     best = best_s(write_s, mtbf_s)
@@ -59,6 +61,7 @@ def test_where_failures_are_as_frequent_as_writes() -> None:
 
 
 @given(st.floats(0.5, 100.0), st.floats(0.1, 100.0), st.floats(1e3, 1e6))
+@settings(deadline=None)
 def test_the_best_number_of_steps(step_s: float, write_s: float, mtbf_s: float) -> None:
     n = best_steps(step_s, write_s, mtbf_s)
     cost = [expected_s(k * step_s, write_s, mtbf_s, 0.0) for k in (max(1, n - 1), n, n + 1)]

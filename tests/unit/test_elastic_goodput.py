@@ -209,6 +209,20 @@ def test_too_few_wait_and_start_from_a_checkpoint() -> None:
     assert p.ledger.steps == 8 + int(16.5 / 2) and len(p.live) == 2
 
 
+def test_a_checkpoint_that_is_being_written_is_broken_by_a_loss() -> None:
+    """Of 4 s whole at 9, of 8 s at 13: too late for what goes wrong at 10.5, and after a loss there it never is."""
+    at_once = replayed(elastic(FOUR, save_s=4.0, write_s=5.0), hits((10.5, 0), (10.5, 1)), 60.0)
+    assert (at_once.restarts, at_once.undone) == (1, 6)
+    later = replayed(elastic(FOUR, save_s=4.0, write_s=5.0), hits((10.5, 0), (14.2, 1), (14.3, 2)), 20.0)
+    assert (later.restarts, later.undone) == (1, 10 + 2 - 4)
+
+
+def test_who_is_back_was_never_away() -> None:
+    """0 has joined again at 25.25: when 1 is lost, its copy of 0's state is not the last."""
+    p = replayed(elastic(FOUR), [Failure(10.5, 0, 10.0), Failure(40.5, 1, 900.0)], 60.0)
+    assert not p.restarts and p.losses == 2 and len(p.live) == 3
+
+
 def test_a_place_that_is_empty_loses_nothing() -> None:
     once, again = (replayed(elastic(FOUR), hits(*at), 100.0) for at in (((10.5, 1),), ((10.5, 1), (30.2, 1))))
     assert once.ledger.steps == again.ledger.steps and again.losses == 1
