@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.page_elastic import failures, surviving
 from benchmarks.page_parts import Result, case, listed, origin, share, size, table
 from benchmarks.page_plans import by_hand, context, freedoms, layouts, planning, toys
 from benchmarks.page_steps import image_steps, pipeline_steps
@@ -401,55 +402,6 @@ at most beyond what it has between steps, and a step's time, {"one process" if a
 {origin(results, "loss_head", "loss_head_planned")}"""
 
 
-def elastic(results: dict[str, Result]) -> str:
-    r = results["elastic"]
-    cost = [
-        [f"copies every {c['every']}" if c["every"] else "without `elastic=`", f"{1e3 * c['step_s']:,.1f} ms", f"{c['ratio']:.3f}"]
-        for c in r["cost"]
-    ]
-    names = ("detect_s", "group_s", "state_s", "step_s", "total_s")
-    losses = [[str(x["rank"]), *(f"{1e3 * x[k]:,.0f} ms" for k in names), size(x["moved_bytes"])] for x in r["losses"]]
-    parts = ("wait_s", "pause_s", "group_s", "state_s", "step_s")
-    joins = [
-        [
-            str(x["rank"]),
-            f"{x['start_s']:.1f} s",
-            str(x["steps_meanwhile"]),
-            *(f"{1e3 * x[k]:,.0f} ms" for k in parts),
-            size(x["moved_bytes"]),
-        ]
-        for x in results["elastic_joins"]["joins"]
-    ]
-    ahead = results["elastic_templates"]
-    plans = [
-        [str(x["devices"]), f"{x['step_s']:.2f} s", size(x["memory_bytes"]), size(x["moved_bytes"]), str(x["idle"])] for x in ahead["sizes"]
-    ]
-    return f"""## Surviving a process
-
-A Llama of {r["layers"]} layers and width {r["hidden"]}, `{r["layout"]}` on {r["processes"]} gloo processes of this machine ({r["backend"]}), under [the supervisor](elastic.md). From a kill in the midst of
-a step to the next finished one, by part; the slowest survivor's times. Nothing is captured or compiled in it.
-
-{table(["rank", "seen", "new group", "state moved", "step", "all", "moved"], losses)}
-
-The same training, where another process takes the place of the one that was killed (`--rejoin 1`): from its start until it is
-ready, with imports, capture and compilation, beside the others' steps on the same two cores; until all are between two steps; for how long the others stand still
-for it, with its two parts; the first step. Other programs ran on the machine, too.
-
-{table(["rank", "ready after", "steps meanwhile", "let in", "others stand", "new group", "state moved", "first step", "moved"], joins)}
-
-A step's time where nobody is lost, medians over {r["rounds"]} rounds in which cases took turns. On gloo a copy takes the cores that compute meanwhile; a network of its own
-would not. Each rank kept {size(r["held_bytes"])} in host memory at most.
-
-{table(["case", "step", "ratio"], cost)}
-
-[Plans ahead](elastic.md#plans-ahead) of {ahead["model"]} on {ahead["cluster"]}, {ahead["batch"]} sequences of {ahead["tokens"]:,}, by the cost model's prices, made in
-{ahead["seconds"]:.0f} s. "moves": from the number above, at most.
-
-{table(["devices", "step", "memory", "moves", "idle"], plans)}
-
-{origin(results, "elastic", "elastic_joins", "elastic_templates")}"""
-
-
 def overlap(results: dict[str, Result]) -> str:
     r = results["overlap"]
     s = r["setting"]
@@ -477,7 +429,7 @@ ratios say something. gloo was later than the link by {share(r["late_s"] / r["bu
 
 
 SECTIONS: tuple[Callable[[dict[str, Result]], str], ...] = (
-    one_gpu, one_curve, published, steps, equal_memory, equal_memory_measured, offloaded, planning, restructured, layouts, by_hand, toys, context, building, overlap, lengths, second_start, experts, loss_head, elastic, image_steps, pipeline_steps, freedoms,
+    one_gpu, one_curve, published, steps, equal_memory, equal_memory_measured, offloaded, planning, restructured, layouts, by_hand, toys, context, building, overlap, lengths, second_start, experts, loss_head, surviving, failures, image_steps, pipeline_steps, freedoms,
 )  # fmt: skip
 
 

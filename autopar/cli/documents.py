@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field
 
 if TYPE_CHECKING:
+    from autopar.elastic.plans import Templates
+    from autopar.elastic.plans.goodput import Simulation
     from autopar.hardware.calibrate import Calibration
     from autopar.plan.plan import Plan
     from autopar.planner.explain import Explanation
@@ -148,6 +150,96 @@ class PredictionDocument(Document):
     layers: list[int] = Field(description="by stage of the pipeline")
 
 
+class SizeRow(BaseModel):
+    """A number of nodes or devices that may be left."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    units: int = Field(description="nodes or devices")
+    devices: int = Field(description="that are left")
+    step_s: float | None = Field(description="of a step; null where no plan keeps to the memory")
+    memory_bytes: float = Field(description="of the fullest device")
+    groups: str = Field(description="groups x their units (micro-batches of each), for people")
+    layouts: dict[str, str] = Field(description="of a group of so many units")
+    shares: list[tuple[int, int]] = Field(description="units and micro-batches of each group")
+    sync_s: float = Field(description="of step_s, that sums of gradients between groups take")
+    idle: int = Field(description="devices without work")
+    one_s: float | None = Field(description="a step of one group over all")
+    even_s: float | None = Field(description="a step of groups that all get as much")
+    even_groups: int = Field(description="how many those are")
+    moved_bytes: float = Field(description="to all devices, after the worst loss in the size above")
+    busiest_bytes: float = Field(description="of it, to one device")
+    grown_bytes: float = Field(description="to one device, where the size below grows to this")
+    filled: bool = Field(description="whether templates fill it without rest")
+    why: str = Field(description="no plan, for people")
+
+
+class TemplatesDocument(Document):
+    """`autopar elastic plan`; -o writes it, too."""
+
+    kind: Literal["elastic-templates"] = "elastic-templates"
+    version: Literal[1] = 1
+    model: str = Field(description="its class")
+    cluster: str = Field(description="what is there before anything fails")
+    unit: str = Field(description="what fails as one: node or device")
+    batch: int = Field(description="sequences of a step, whatever is left")
+    micro_batch: int = Field(description="sequences that are dealt as one")
+    tokens: int = Field(description="of a sequence")
+    templates: dict[str, str] = Field(description="layouts by the units of a group")
+    lacking: dict[str, float | None] = Field(
+        description="units of groups that no plan keeps to the memory of, with the bytes that a device lacks, if more would do"
+    )
+    filled_from: int | None = Field(description="templates fill every number of units from this one on without rest; null: there is none")
+    state_bytes: float = Field(description="parameters and optimizer state, as a checkpoint has them")
+    link_Bps: float = Field(description="of a device, between nodes")
+    host_Bps: float = Field(description="of a device, to its host's memory")
+    node_units: int = Field(description="units of a node")
+    sizes: list[SizeRow] = Field(description="the largest first")
+
+
+class OutcomeRow(BaseModel):
+    """A way to live with failures, and what came of it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str = Field(description="for people")
+    goodput: float = Field(description="steps whose result is there at the end x the time of a step of all, over the time of the run")
+    held: float = Field(description="the same over all units, those that stand by too")
+    in_use: float = Field(description="devices that train, on average, over all of the cluster")
+    steps: int = Field(description="whose result is there")
+    seconds: dict[str, float] = Field(
+        description="useful, slower (units are missing), copies, writing (of checkpoints), lost (done in vain), recovering, waiting: they sum to the run"
+    )
+    losses: int = Field(description="units that failed while they were used")
+    interrupted: int = Field(description="steps that a loss ended")
+    undone: int = Field(description="whole steps that were done again")
+    restarts: int = Field(description="from a checkpoint")
+    interval_s: float | None = Field(description="of work between checkpoints; null for those that only fall back to them")
+
+
+class SimulationDocument(Document):
+    """`autopar elastic simulate`; -o writes it, too."""
+
+    kind: Literal["elastic-simulation"] = "elastic-simulation"
+    version: Literal[1] = 1
+    model: str = Field(description="its class")
+    cluster: str = Field(description="what is there before anything fails")
+    unit: str = Field(description="what fails as one: node or device")
+    units: int = Field(description="of the cluster, without those that stand by")
+    days: float = Field(description="of the run")
+    failures: int = Field(description="that hit a place of the run")
+    mtbf_s: float = Field(description="expected between two of them; of a trace, what there was")
+    step_s: float = Field(description="of all units, undisturbed")
+    state_bytes: float = Field(description="of a checkpoint")
+    write_s: float = Field(description="of a checkpoint")
+    young_s: float = Field(description="of work between checkpoints, by his formula")
+    daly_s: float = Field(description="the same by his")
+    best_s: float = Field(description="the same, the best by the expected time")
+    covered: int = Field(description="the fewest units that have a plan")
+    setting: dict[str, float] = Field(
+        description="what was measured, assumed or given: detect_s, regroup_s, start_s, join_s, storage_Bps (of a node), restart_s, save_s, spares"
+    )
+    outcomes: list[OutcomeRow] = Field(description="of each way, the ideal first")
+
+
 class Constant(BaseModel):
     """A constant that was measured."""
 
@@ -177,9 +269,10 @@ class WrittenDocument(Document):
 
 
 DOCUMENTS = (
-    PlanDocument, DifferenceDocument, ExplanationDocument, FrontierDocument, SearchDocument, PredictionDocument, CalibrationDocument, WrittenDocument,
+    PlanDocument, DifferenceDocument, ExplanationDocument, FrontierDocument, SearchDocument, PredictionDocument, CalibrationDocument, WrittenDocument, TemplatesDocument,
+    SimulationDocument,
 )  # fmt: skip
-ROWS = (PointRow, LayoutRow, Constant)
+ROWS = (PointRow, LayoutRow, Constant, SizeRow, OutcomeRow)
 
 
 # ---- making them -------------------------------------------------------------------------------------------------
@@ -231,6 +324,14 @@ def calibration_document(found: Calibration, file: Path) -> str:
 
 def written_document(plans: Iterable[Path], file: Path) -> str:
     return WrittenDocument(plans=[str(p) for p in plans], file=str(file)).dumps()
+
+
+def templates_document(made: Templates) -> str:
+    return TemplatesDocument.model_validate_json(json.dumps(made.document())).dumps()
+
+
+def simulation_document(found: Simulation) -> str:
+    return SimulationDocument.model_validate_json(json.dumps(found.document())).dumps()
 
 
 # ---- saying what they are ------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@
     autopar calibrate --out mine.json
     autopar search llama3-70b --cluster h100:32x8 --batch 256 --seq 8192 --top 5
     autopar predict llama3-70b --cluster h100:32x8 --batch 256 --seq 8192 --tp 8 --pp 4 --zero 1
+    autopar elastic plan llama3-70b --cluster h100:32x8 --batch 256 --seq 8192 --survive 4
+    autopar elastic simulate llama3-70b --cluster h100:32x8 --batch 256 --seq 8192 --mtbf-device 50000h --days 30
 
 Exits with 0; 1 when `diff` finds differences; 2 when something was called wrongly or is damaged; 3 when no plan fits the memory; 130 on Ctrl-C.
 Results go to standard output, with --json as one document (`documents.py`); progress and errors to standard error.
@@ -24,6 +26,7 @@ from typer.core import TyperGroup
 
 from autopar.cli.calibrate import calibrate
 from autopar.cli.diff import diff
+from autopar.cli.elastic import app as elastic
 from autopar.cli.explain import explain
 from autopar.cli.frontier import frontier
 from autopar.cli.options import INTERRUPTED
@@ -65,6 +68,7 @@ app = typer.Typer(
 
 for _command in (plan, explain, frontier, show, diff, calibrate, search, predict, trace, report):
     app.command()(voiced(_command))
+app.add_typer(elastic, name="elastic")
 
 
 def main() -> None:

@@ -46,7 +46,7 @@ def fractions(
             return None
         there = peak_bytes(rank, schedule, stages, all_offloaded, runtime, ways)
         moves, saves = here["activations"] - there["activations"], sum(here.values()) - sum(there.values())
-        if moves <= 0:
+        if moves <= 0 or saves <= 0:  # rounding alone may tell them apart
             return None
         alpha = math.ceil(short / saves * STEPS * (1 - 1e-12)) / STEPS
         chunks = [stages[rank + c * schedule.ranks] for c in range(schedule.chunks)]

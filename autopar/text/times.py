@@ -1,8 +1,30 @@
-"""Lengths of time as people read them: "931.2 ms", "16.93 s", "8 min 5 s"."""
+"""Lengths of time as people read them, "931.2 ms", "16.93 s", "8 min 5 s", and write them: "3h", "90 s"."""
 
 from __future__ import annotations
 
+import math
+import re
+
+from autopar.errors import AutoparError
+from autopar.text.strict_json import short
+
 _LONG = (("d", 86_400, "h", 3_600), ("h", 3_600, "min", 60), ("min", 60, "s", 1))
+
+_UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+_FORM = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?(?:e[+-]?[0-9]{1,2})?)\s*([a-z]{1,3})")
+
+
+def parse_time(text: str, where: str = "") -> float:
+    """ "3h" -> 10800.0; inf for "never". Raises AutoparError, also for a number without a unit."""
+    plain = text.strip().lower()
+    if plain == "never":
+        return math.inf
+    m = _FORM.fullmatch(plain)
+    if m is None or m[2] not in _UNITS:
+        raise AutoparError(
+            f"{short(text)!r} is no length of time", where=where, fix='write it with ms, s, min, h or d: "90s", "3h"; or never'
+        )
+    return float(m[1]) * _UNITS[m[2]]
 
 
 def format_time(seconds: float) -> str:

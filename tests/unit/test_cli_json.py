@@ -49,6 +49,8 @@ def printed(about: list[str], tmp_path_factory: pytest.TempPathFactory) -> Calla
         "calibrate": ["calibrate", "--out", out],
         "report": ["report", plan, other, "-o", str(folder / "plan.html")],
         "trace": ["trace", plan, "-o", str(folder / "trace.json")],
+        "elastic plan": ["elastic", "plan", *about, "--unit", "device", "--survive", "1"],
+        "elastic simulate": ["elastic", "simulate", *about, "--unit", "device", "--survive", "1", "--mtbf-cluster", "2h", "--days", "2"],
     }
     same_step = ("plan", "other", "explain", "frontier")  # captured once
     captured: list[Any] = []
@@ -79,6 +81,7 @@ def printed(about: list[str], tmp_path_factory: pytest.TempPathFactory) -> Calla
 KINDS = {
     "plan": "plan", "show": "plan", "diff": "difference", "same": "difference", "explain": "explanation", "frontier": "frontier",
     "search": "search", "predict": "prediction", "calibrate": "calibration", "report": "written", "trace": "written",
+    "elastic plan": "elastic-templates", "elastic simulate": "elastic-simulation",
 }  # fmt: skip
 
 
@@ -99,7 +102,10 @@ def test_a_document_is_of_its_kind(command: str, printed: Callable[[str], dict[s
 
 def test_every_command_prints_one(about: list[str]) -> None:
     """One that is added has to be added here."""
-    names = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback is not None}
+    groups = [("", app), *((f"{g.name} ", g.typer_instance) for g in app.registered_groups)]
+    names = {
+        f"{before}{c.name or c.callback.__name__}" for before, group in groups if group for c in group.registered_commands if c.callback
+    }
     assert names == KINDS.keys() - {"same"}
 
 

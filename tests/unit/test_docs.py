@@ -162,6 +162,9 @@ def parse_autopar(words: list[str]) -> None:
     group: Any = typer.main.get_command(app)
     context = group.make_context("autopar", list(words), resilient_parsing=True)
     name, command, rest = group.resolve_command(context, list(words))
+    if hasattr(command, "resolve_command"):  # a group of its own
+        context = command.make_context(name, list(rest), parent=context, resilient_parsing=True)
+        name, command, rest = command.resolve_command(context, list(rest))
     command.make_context(name, rest, parent=context)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -11,7 +12,8 @@ from torch import nn
 
 from autopar.elastic.plans import templates
 from autopar.elastic.plans.combine import Combination
-from autopar.elastic.plans.templates import Answer, Templates, spared
+from autopar.elastic.plans.table import Size, Templates, listed
+from autopar.elastic.plans.templates import Answer, spared
 from autopar.errors import AutoparError
 from autopar.planner.infeasible import InfeasibleError
 from autopar.search import search
@@ -40,7 +42,9 @@ def test_every_size_has_a_plan_of_the_whole_batch() -> None:
         assert sum(units for units, _ in s.shares) + s.idle == s.units
         assert s.one_s is None or s.step_s <= s.one_s
         assert s.even_s is None or s.step_s <= s.even_s
-    assert sizes[0].moved_bytes == 0.0
+        assert s.even_groups and s.grown_bytes >= 0.0
+    assert sizes[0].moved_bytes == 0.0 and sizes[-1].grown_bytes == 0.0
+    assert 0 < sizes[0].grown_bytes <= made().state_bytes, "who joins has nothing yet"
     assert all(a.step_s <= b.step_s for a, b in itertools.pairwise(sizes) if a.step_s and b.step_s), "more devices take no longer"
 
 
@@ -65,6 +69,13 @@ def test_the_document_is_json_and_the_text_has_every_size() -> None:
     document = json.loads(json.dumps(made().document()))
     assert [s["units"] for s in document["sizes"]] == [8, 7, 6, 5]
     assert all(any(line.split()[:1] == [str(s.units)] for line in str(made()).splitlines()) for s in made().sizes)
+
+
+def test_sizes_without_a_plan_are_said_first() -> None:
+    found = replace(made(), sizes=(*made().sizes, *(Size(n, n, None, why="no group fits") for n in (4, 3, 1))))
+    assert found.without_plan == (4, 3, 1) and str(found).startswith("NO PLAN keeps to the memory of 4 to 3, 1 devices")
+    assert "NO PLAN" not in str(made())
+    assert listed((9,)) == "9" and listed((9, 8, 7, 3)) == "9 to 7, 3"
 
 
 def test_no_memory_for_any() -> None:

@@ -279,6 +279,18 @@ def test_least_offload(recompute: str, pp: int, virtual: int, share: float, host
         assert list(answer[:-1]) == sorted(answer[:-1], reverse=True)
 
 
+def test_nothing_is_offloaded_where_that_frees_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where all that is kept is on the way, and sums differ by rounding."""
+    kept = 65.3e9
+
+    def peak(rank: int, schedule: object, stages: object, layout: Layout, *_: object) -> dict[str, float]:
+        return {"parameters and optimizer": 1e13, "activations": kept if not layout.offload else math.nextafter(kept, 0.0)}
+
+    monkeypatch.setitem(fractions.__globals__, "peak_bytes", peak)
+    layout, cluster = Layout(dp=1), Cluster.of("h100:1")
+    assert fractions(layout, schedule_of(layout, 1), [{}], {}, Runtime.of("autopar"), cluster, 1, 80e9, True) is None
+
+
 def test_offload_is_found_where_memory_is_short() -> None:
     """Where it alone makes a layout fit, and at no time: the link is quick enough."""
     wide = Cluster.of("h100:2")

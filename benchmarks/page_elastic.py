@@ -1,0 +1,103 @@
+"""Parts of docs/benchmarks.md: runs that lose processes, and what failures cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.page_parts import Result, origin, size, table
+
+LLAMA_3_H = 54 * 24 * 16384 / 419  # of a device: "The Llama 3 Herd of Models", 2024, section 3.3.4
+
+
+def surviving(results: dict[str, Result]) -> str:
+    r = results["elastic"]
+    cost = [
+        [f"copies every {c['every']}" if c["every"] else "without `elastic=`", f"{1e3 * c['step_s']:,.1f} ms", f"{c['ratio']:.3f}"]
+        for c in r["cost"]
+    ]
+    names = ("detect_s", "group_s", "state_s", "step_s", "total_s")
+    losses = [[str(x["rank"]), *(f"{1e3 * x[k]:,.0f} ms" for k in names), size(x["moved_bytes"])] for x in r["losses"]]
+    parts = ("wait_s", "pause_s", "group_s", "state_s", "step_s")
+    joins = [
+        [
+            str(x["rank"]),
+            f"{x['start_s']:.1f} s",
+            str(x["steps_meanwhile"]),
+            *(f"{1e3 * x[k]:,.0f} ms" for k in parts),
+            size(x["moved_bytes"]),
+        ]
+        for x in results["elastic_joins"]["joins"]
+    ]
+    ahead = results["elastic_templates"]
+    plans = [
+        [str(x["devices"]), f"{x['step_s']:.2f} s", size(x["memory_bytes"]), size(x["moved_bytes"]), str(x["idle"])] for x in ahead["sizes"]
+    ]
+    return f"""## Surviving a process
+
+A Llama of {r["layers"]} layers and width {r["hidden"]}, `{r["layout"]}` on {r["processes"]} gloo processes of this machine ({r["backend"]}), under [the supervisor](elastic.md). From a kill in the midst of
+a step to the next finished one, by part; the slowest survivor's times. Nothing is captured or compiled in it.
+
+{table(["rank", "seen", "new group", "state moved", "step", "all", "moved"], losses)}
+
+The same training, where another process takes the place of the one that was killed (`--rejoin 1`): from its start until it is
+ready, with imports, capture and compilation, beside the others' steps on the same two cores; until all are between two steps; for how long the others stand still
+for it, with its two parts; the first step. Other programs ran on the machine, too.
+
+{table(["rank", "ready after", "steps meanwhile", "let in", "others stand", "new group", "state moved", "first step", "moved"], joins)}
+
+A step's time where nobody is lost, medians over {r["rounds"]} rounds in which cases took turns. On gloo a copy takes the cores that compute meanwhile; a network of its own
+would not. Each rank kept {size(r["held_bytes"])} in host memory at most.
+
+{table(["case", "step", "ratio"], cost)}
+
+[Plans ahead](elastic.md#plans-ahead) of {ahead["model"]} on {ahead["cluster"]}, {ahead["batch"]} sequences of {ahead["tokens"]:,}, by the cost model's prices, made in
+{ahead["seconds"]:.0f} s. "moves": from the number above, at most.
+
+{table(["devices", "step", "memory", "moves", "idle"], plans)}
+
+{origin(results, "elastic", "elastic_joins", "elastic_templates")}"""
+
+
+def failures(results: dict[str, Result]) -> str:
+    r = results["elastic_simulate"]
+    first = r["cases"][0]
+    s = first["setting"]
+    rates = [c for c in r["cases"] if c["setting"] == s]
+    slower = [c for c in r["cases"] if c["setting"] != s]
+    by_rate = [[o["name"], *(f"{_named(c, o['name'])['goodput']:.2%}" for c in rates)] for o in first["outcomes"][1:]]
+    causes = ("slower", "copies", "writing", "lost", "recovering", "waiting")
+    spent = [
+        [o["name"], f"{o['goodput']:.2%}", f"{o['held']:.2%}", f"{o['in_use']:.1%}", f"{o['undone']:,}", str(o["restarts"]), *(f"{o['seconds'][k] / 864 / first['days']:.2f} %" for k in causes)]
+        for o in first["outcomes"][1:]
+    ]  # fmt: skip
+    ours = [o["name"] for o in first["outcomes"] if o["name"].startswith("templates")]
+    by_regroup = [[f"{c['setting']['regroup_s']:g} s", *(f"{_named(c, n)['goodput']:.2%}" for n in ours)] for c in (first, *slower)]
+    sizes = {x["units"]: x["step_s"] for x in r["sizes"]}
+    one_less = sizes[first["units"] - 1] / sizes[first["units"]] - 1
+    return f"""## What failures cost
+
+[Failures](elastic.md#what-failures-cost) drawn for {first["days"]:g} days of {first["model"]} on {first["cluster"]}, {r["batch"]:,} sequences of {r["tokens"]:,}, a node in repair for {r["repair"]}, replayed on predicted steps; nothing was
+run at this size. Llama 3's rate, 419 interruptions in 54 days of 16,384 H100, is one in {LLAMA_3_H / r["devices"]:.1f} h here. Goodput, where the whole cluster has one failure in so long:
+
+{table(["", *(f"one in {c['mtbf']} ({c['failures']})" for c in rates)], by_rate)}
+
+Where the time goes at one in {first["mtbf"]}. "Of all held" is the goodput over all nodes, those that stand by too; "done again" counts whole steps. The best interval between checkpoints that are waited for is
+{first["best_s"]:,.0f} s (Daly's formula says {first["daly_s"]:,.0f}, Young's {first["young_s"]:,.0f}); one takes {first["write_s"]:.2f} s, a restart {s["restart_s"]:g} s, which is assumed.
+
+{table(["", "goodput", "of all held", "in use", "done again", "restarts", "units missing", "copies", "writing", "done in vain", "recovering", "waiting"], spent)}
+
+![Where the time goes, and hours behind a run without failures](figures/failures.svg)
+
+One node less makes a step {one_less:.0%} longer here: sequences are whole, and everybody has one more. With spares, and without, that is most of what templates lose; a batch
+of more sequences a device loses less. Regrouping and joining were measured on four processes; if they took longer, at the same failures:
+
+{table(["both take", *ours], by_regroup)}
+
+Plans for {first["units"]} down to {first["covered"]} nodes were made in {r["planned_s"]:.0f} s, all replays took {r["replayed_s"]:.1f} s.
+
+{origin(results, "elastic_simulate")}"""
+
+
+def _named(case: dict[str, Any], name: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(o for o in case["outcomes"] if o["name"] == name)
+    return found
