@@ -67,12 +67,16 @@ class MicroBatches:
         """None where the model cannot be shared so."""
         return self.solved[share_of(shape)]
 
-    def alone(self, size: int) -> Pieces:
-        """Of a micro-batch on one device."""
-        share = (size, 1, 1, 1, None)
+    def of(self, layout: Layout) -> Pieces | None:
+        """As `pieces`, of a layout that no shape stands for; solved now if it was not."""
+        share = share_of_layout(layout)
         if share not in self.solved:
             self.solve([share])
-        found = self.solved[share]
+        return self.solved[share]
+
+    def alone(self, size: int) -> Pieces:
+        """Of a micro-batch on one device."""
+        found = self.of(Layout(micro_batch=size))
         assert found is not None
         return found
 
@@ -124,6 +128,10 @@ class MicroBatches:
 
 def share_of(shape: Shape) -> Share:
     return (shape.sequences, shape.tp, shape.cp, shape.ep, shape.sequence_parallel)
+
+
+def share_of_layout(layout: Layout) -> Share:
+    return (layout.micro_batch * layout.ep, layout.tp, layout.cp, layout.ep, layout.sequence_parallel)
 
 
 def said(share: Share) -> str:
