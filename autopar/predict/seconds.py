@@ -53,7 +53,7 @@ def seconds(workload: Workload, cost: Cost, runtime: Runtime, backward: bool, sc
     for t, n in workload.transfers.items():
         axes = tuple(c for a in t.axes for c in cost.mesh.children(a))
         took = n * cost.collective(t.kind, axes, t.wire_bytes).seconds
-        if t.attended and "cp" in t.axes:
+        if t.attended and any(a.startswith("cp") for a in t.axes):
             ring_s += took
         else:
             blocking_s += took * (1 - runtime.tensor_hidden)

@@ -38,8 +38,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Transfer:
-    """kind: a collective's (`autopar.cost.links.KINDS`); axes: "tp" or "cp"; wire_bytes: what a rank sends. attended: it brings attention its keys and
-    values or takes their gradients away, and may run beside it (ring attention)."""
+    """kind: a collective's (`autopar.cost.links.KINDS`); axes: names of `autopar.planner.expert_folding`, such as "tp" or "cp"; wire_bytes: what a
+    rank sends. attended: it brings attention its keys and values or takes their gradients away, and may run beside it (ring attention)."""
 
     kind: str
     axes: tuple[str, ...]
