@@ -5,7 +5,8 @@
 
 Hand layouts are those of the usual guides, with every micro-batch and every kind of recomputation that fits: DDP; ZeRO-1 and -2; FSDP over all devices and
 within nodes (HSDP); Megatron's tensor parallelism in a node with ZeRO-1; that with pipelines of 2, 4 and 8 stages, with and without virtual ones; context parallelism in a node. Routed experts
-are shared besides by the devices of a node, and by those of eight: with FSDP or ZeRO-1 (DeepSpeed's), with tensor parallelism and pipelines (Megatron's). None is given to the search. Both are priced for the same runtime; a plan's is ours. `ratio`: the step time of the best by hand, by the one found. A plan is worse if it
+are shared besides by the devices of a node, and by those of eight: with FSDP or ZeRO-1 (DeepSpeed's), with tensor parallelism,
+folded and not, and pipelines (Megatron's). None is given to the search. Both are priced for the same runtime; a plan's is ours. `ratio`: the step time of the best by hand, by the one found. A plan is worse if it
 takes longer by more than its own gap, or by more than a hundredth, however little time it had. `predict` prices hand layouts, and differs from the program by up to half a percent on
 the same one (tests/spmd/test_one_price.py); where by its word a plan is worse, the program is given that layout, and what it says is `by_program`, and counts. `saved_s`: seconds less than by hand, of exposed communication and of the rest;
 `freedoms`: what a plan does that no single layout says.
@@ -75,6 +76,10 @@ def by_hand(node: int, devices: int, pipelines: bool, sequences: int, experts: i
             (f"fsdp ep {ep}", Layout(ep=ep, zero=3)),
             (f"tp 2 ep {ep}", Layout(tp=2, ep=ep, zero=1)),
         ]
+        for tp in (t for t in sorted({2, node} - {1}) if not ep % t or not t % ep):
+            layout = Layout(tp=tp, ep=ep, expert_tp=1, zero=1)
+            plain.append((f"tp {tp} ep {ep} expert-tp 1", layout))
+            plain += [(f"tp {tp} ep {ep} expert-tp 1 pp {pp}", replace(layout, pp=pp)) for pp in ((4, 8) if pipelines else ())]
         for pp, virtual in itertools.product((2, 4, 8), (1, 2)) if pipelines else ():
             plain.append((f"ep {ep} pp {pp} virtual {virtual}", Layout(ep=ep, pp=pp, virtual=virtual, zero=1)))
     sizes = MICRO_BATCHES if pipelines else sorted({*MICRO_BATCHES, *(sequences // m for m in (1, 2, 4) if sequences >= m)})
@@ -133,19 +138,19 @@ def by_program(model: Any, inputs: Any, cluster: Any, layout: Any, micro_batches
     """What the program says of a hand layout; None where it has no plan in that layout."""
     import autopar
     from autopar.errors import AutoparError
+    from autopar.planner.expert_folding import CONTEXT, DATA, EXPERTS, FEATURES, TENSOR, named
     from autopar.planner.layout import Layout
 
     dp = layout.replicas(cluster.size)
     inner = layout.shard_ways or dp
-    mesh = {"out": dp // inner, "dp": inner // layout.ep, "ep": layout.ep, "cp": layout.cp, "tp": layout.tp}
+    mine = layout.together
+    mesh = {"out": dp // inner, "dp": inner // layout.sharing, **{p.name: p.size for p in mine}}
     axes = {n: k for n, k in mesh.items() if k > 1}
-
-    def those(*names: str) -> tuple[str, ...]:
-        return tuple(n for n in names if n in axes)
-
+    data = tuple(n for n in ("dp", *named(mine, dense=DATA)) if n in axes)
     roles = Layout(
-        those("out", "dp", "ep"), those("dp", "ep") if layout.zero else (), those("tp"), layout.zero == 3, context=those("cp"), experts=those("ep"),
-        sequence_parallel=layout.sequence_parallel,
+        ("out", *data) if "out" in axes else data, data if layout.zero else (), named(mine, dense=TENSOR), layout.zero == 3,
+        context=named(mine, dense=CONTEXT), experts=named(mine, routed=EXPERTS), sequence_parallel=layout.sequence_parallel,
+        expert_features=None if layout.expert_tp is None else named(mine, routed=FEATURES),
     )  # fmt: skip
     try:
         plan = autopar.plan(

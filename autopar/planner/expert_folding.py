@@ -21,6 +21,7 @@ from autopar.errors import LayoutError
 
 TENSOR, CONTEXT, DATA = "tensor", "context", "data"
 FEATURES, EXPERTS, TOKENS = "features", "experts", "tokens"
+ROLES = 2  # that a micro-batch's devices have at most: of more the integer program would be large
 
 # What the parts are called as axes of a mesh. Those that everyone knows are called so.
 _NAMES = {

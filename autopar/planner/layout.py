@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from autopar.errors import LayoutError
 from autopar.graph.mesh import Mesh
-from autopar.planner.expert_folding import DATA, TOKENS, Part, together
+from autopar.planner.expert_folding import DATA, ROLES, TOKENS, Part, together
 
 NAMES = ("ddp", "fsdp", "tp", "fsdp+tp", "fsdp+ep")
 _TENSOR_NAMES = ("tp", "tensor", "model")
@@ -90,7 +90,7 @@ class Layout:
                 where=f"Layout, pp={self.pp}",
                 fix="give the fraction of activations, from 0 to 1, or one for each pipeline rank",
             )
-        if len(self.together) > 2:
+        if len(self.together) > ROLES:
             raise LayoutError(
                 f"a micro-batch's devices have {'three' if len(self.together) == 3 else len(self.together)} roles: "
                 + ", ".join(f"{p.name} {p.size}" for p in self.together),

@@ -21,8 +21,8 @@ Pieces = tuple[Piece, ...]
 _HELD = ("saved_bytes", "spared_bytes", "input_bytes", "scores_bytes", "largest_bytes", "params", "shared", "routed", "experts_bytes")
 
 
-def shared(pieces: Sequence[Piece], ways: int, ep: int = 1) -> Pieces:
-    """pieces: of a micro-batch on one device. ep: of the devices that share it, those that share routed experts."""
+def shared(pieces: Sequence[Piece], ways: int, ep: int = 1, axes: tuple[str, ...] = ("ep",)) -> Pieces:
+    """pieces: of a micro-batch on one device. ep: of the devices that share it, those that share routed experts; axes: what those are called."""
 
     def less(s: Workload, exchanges: Mapping[float, float]) -> Workload:
         out: dict[Task, float] = {}
@@ -32,7 +32,7 @@ def shared(pieces: Sequence[Piece], ways: int, ep: int = 1) -> Pieces:
                 weights=t.weights / ways,
             )  # fmt: skip
             out[small] = out.get(small, 0.0) + n
-        sent = {Transfer("all_to_all", ("ep",), nbytes / ways * (ep - 1) / ep): n for nbytes, n in exchanges.items()}
+        sent = {Transfer("all_to_all", axes, nbytes / ways * (ep - 1) / ep): n for nbytes, n in exchanges.items()}
         return Workload(out, sent if ep > 1 else {})
 
     return tuple(

@@ -49,3 +49,4 @@ def test_experts_are_shared_by_hand_where_there_are_some(monkeypatch: pytest.Mon
     dense, routed = (dict(hand.by_hand(8, 64, True, 1, experts)) for experts in (1, 16))
     assert {layout.ep for layout in dense.values()} == {1} and {layout.ep for layout in routed.values()} == {1, 8, 16}
     assert {*dense.values()} < {*routed.values()} and any(layout.pp > 1 and layout.ep > 1 for layout in routed.values())
+    assert {layout.expert_tp for layout in routed.values()} == {None, 1}
