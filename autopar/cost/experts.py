@@ -13,6 +13,7 @@ G = u F are the features of the first product (u = 2 with a gate), F of the seco
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from autopar.graph.graph import DTYPE_BYTES, Op
@@ -101,6 +102,11 @@ def exchanged(
     tokens, features = at.local_shape(mesh)
     sent = load_of(rule, strategy, mesh, imbalance) * tokens * _chosen(op) * features * _itemsize(op) * (width - 1) / width
     return (("all_to_all", axes, sent),) * EXCHANGES[op.target]
+
+
+def chosen_of(op: Op, rule: Rule) -> tuple[int, int]:
+    """K, and how many experts there are."""
+    return _chosen(op), math.prod(rule.factors[x].size for x in rule.pairs)
 
 
 def _chosen(op: Op) -> int:

@@ -152,7 +152,8 @@ class _Reader:
             task = self.task(op, self.share_of(op), bool(again))
             half.append(Workload({task: self.share(op)} if task else {}))
             for kind, axes, sent, _ in self.cost.inside(op, rule, split, want):  # equal ones too: a softmax has a maximum and a sum
-                half.append(Workload({}, {Transfer(kind, self.user_axes(axes), sent): self.share(op)}))
+                routed = experts.chosen_of(op, rule) if kind == "all_to_all" and experts.is_experts(op) else None
+                half.append(Workload({}, {Transfer(kind, self.user_axes(axes), sent, routed=routed): self.share(op)}))
 
     def kept(self) -> None:
         """What kernels do because values are kept."""

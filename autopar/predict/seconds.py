@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.cost import two_level
 from autopar.cost.compute import ATTENTION
 from autopar.cost.model import Cost
 from autopar.predict.runtime import Runtime
@@ -52,7 +53,10 @@ def seconds(workload: Workload, cost: Cost, runtime: Runtime, backward: bool, sc
     blocking_s = ring_s = 0.0
     for t, n in workload.transfers.items():
         axes = tuple(c for a in t.axes for c in cost.mesh.children(a))
-        took = n * cost.collective(t.kind, axes, t.wire_bytes).seconds
+        once_s = cost.collective(t.kind, axes, t.wire_bytes).seconds
+        if t.routed and runtime.two_level:
+            once_s = min(once_s, two_level.seconds(cost.cluster, cost.mesh, axes, t.wire_bytes, *t.routed))
+        took = n * once_s
         if t.attended and any(a.startswith("cp") for a in t.axes):
             ring_s += took
         else:

@@ -39,12 +39,14 @@ class Task:
 @dataclass(frozen=True)
 class Transfer:
     """kind: a collective's (`autopar.cost.links.KINDS`); axes: names of `autopar.planner.expert_folding`, such as "tp" or "cp"; wire_bytes: what a
-    rank sends. attended: it brings attention its keys and values or takes their gradients away, and may run beside it (ring attention)."""
+    rank sends. attended: it brings attention its keys and values or takes their gradients away, and may run beside it (ring attention). routed: of rows sent to experts,
+    how many each token has chosen of how many."""
 
     kind: str
     axes: tuple[str, ...]
     wire_bytes: float
     attended: bool = False
+    routed: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

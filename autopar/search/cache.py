@@ -100,7 +100,7 @@ def _piece(row: dict[str, Any]) -> Piece:
 
 
 def _workload(row: dict[str, Any]) -> Workload:
-    transfers = {Transfer(**{**t, "axes": tuple(t["axes"])}): n for t, n in row["transfers"]}
+    transfers = {Transfer(**{**t, "axes": tuple(t["axes"]), "routed": t["routed"] and tuple(t["routed"])}): n for t, n in row["transfers"]}
     return Workload({Kernel(**t): n for t, n in row["tasks"]}, transfers)
 
 

@@ -89,7 +89,8 @@ class MicroBatches:
         """At most the pieces of so many sequences that so many devices share, ep of which, on `axes`, share experts."""
         key = size, ways, ep, axes
         if key not in self._lower_bounds:
-            self._lower_bounds[key] = shared(self.alone(size), ways, ep, axes)
+            one_by_one = 1 if self.runtime.two_level else ep  # sent once a node, rows may take less than each on its own
+            self._lower_bounds[key] = shared(self.alone(size), ways, one_by_one, axes)
         return self._lower_bounds[key]
 
     # ---- parts -----------------------------------------------------------------------------------------------------
