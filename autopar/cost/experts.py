@@ -40,6 +40,17 @@ def flops(op: Op, n: Mapping[str, int]) -> float:
     return first + second if op.target == FORWARD else 3 * first + 2 * second
 
 
+def remade_flops(op: Op, n: Mapping[str, int]) -> float:
+    """Of `flops`, h that backward makes again."""
+    return 2.0 * _rows(n) * n["d"] * n["u"] * n["f"] if op.target == BACKWARD else 0.0
+
+
+def kept_bytes(op: Op, rule: Rule, strategy: Strategy, n: Mapping[str, int], mesh: Mesh, imbalance: float = 1.0) -> float:
+    """What forward receives and makes of it, x, h and a, on the fullest rank: of software that keeps it for backward."""
+    values = n["d"] + n["u"] * n["f"] + n["f"] if op.target == FORWARD else 0
+    return float(load_of(rule, strategy, mesh, imbalance) * _rows(n) * values * _itemsize(op))
+
+
 def moved_bytes(op: Op, n: Mapping[str, int]) -> float:
     d, g, f = n["d"], n["u"] * n["f"], n["f"]
     values = 6 * d + 2 * g + 2 * f if op.target == FORWARD else 10 * d + 4 * g + 5 * f

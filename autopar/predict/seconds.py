@@ -38,6 +38,8 @@ def seconds(workload: Workload, cost: Cost, runtime: Runtime, backward: bool, sc
     for task, n in workload.tasks.items():
         moved, kind = task.moved_bytes, task.kind
         flops = task.even_flops if task.even_flops and runtime.context_even else task.flops
+        if runtime.keeps_rows:
+            flops -= task.remade_flops
         if task.square_flops and runtime.unfused_passes:
             # Two products over the whole square, in backward four (the kernel makes the scores again there: five).
             kind, flops = MATMUL, task.square_flops * (1 if task.is_core else 4 / 5)
@@ -56,7 +58,7 @@ def seconds(workload: Workload, cost: Cost, runtime: Runtime, backward: bool, sc
         once_s = cost.collective(t.kind, axes, t.wire_bytes).seconds
         if t.routed and runtime.two_level:
             once_s = min(once_s, two_level.seconds(cost.cluster, cost.mesh, axes, t.wire_bytes, *t.routed))
-        took = n * once_s
+        took = n * once_s * (2 / 3 if t.routed and backward and runtime.keeps_rows else 1)  # of x, the gradient and dx, not x
         if t.attended and any(a.startswith("cp") for a in t.axes):
             ring_s += took
         else:

@@ -224,5 +224,7 @@ def model_flops(pieces: Sequence[Piece], square: bool) -> float:
                 if t.is_core:
                     total += max(1, p.layers) * times * n * (t.square_flops if square else t.even_flops)
         for workload in (p.forward, p.backward):
-            total += max(1, p.layers) * sum(n * t.flops for t, n in workload.tasks.items() if not t.square_flops and not t.again)
+            total += max(1, p.layers) * sum(
+                n * (t.flops - t.remade_flops) for t, n in workload.tasks.items() if not t.square_flops and not t.again
+            )
     return total

@@ -89,8 +89,8 @@ class MicroBatches:
         """At most the pieces of so many sequences that so many devices share, ep of which, on `axes`, share experts."""
         key = size, ways, ep, axes
         if key not in self._lower_bounds:
-            one_by_one = 1 if self.runtime.two_level else ep  # sent once a node, rows may take less than each on its own
-            self._lower_bounds[key] = shared(self.alone(size), ways, one_by_one, axes)
+            as_ours = not (self.runtime.two_level or self.runtime.keeps_rows)  # of others' exchanges there are fewer, or of fewer bytes
+            self._lower_bounds[key] = shared(self.alone(size), ways, ep if as_ours else 1, axes)
         return self._lower_bounds[key]
 
     # ---- parts -----------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from autopar.predict.data import Windows, traffic
 from autopar.predict.held import Held
 from autopar.predict.pieces import Piece
 from autopar.predict.runtime import RUNTIMES
-from autopar.predict.step import cost_of
+from autopar.predict.step import cost_of, halves_of
 from tests.wide import cases, wide
 
 WIDTH, INNER, LAYERS, EXPERTS, CHOSEN, SEQ = 512, 1024, 4, 8, 2, 256
@@ -89,6 +89,25 @@ def test_not_said_is_tensor_parallel_as_all_else(mixtral: nn.Module) -> None:
     told, default = (autopar.predict(mixtral, SHAPES, CLUSTER, Layout(tp=2, ep=4, zero=1, expert_tp=n), global_batch=16) for n in (2, None))
     assert told.parts_s == default.parts_s and told.memory_bytes == default.memory_bytes
     assert "expert-tp 2" in str(told.layout) and "expert-tp" not in str(default.layout)
+
+
+def test_others_keep_what_experts_receive(mixtral: nn.Module) -> None:
+    """Megatron's backward has x and h of forward: two exchanges, and twice the FLOPs of forward, for rows and both products' inputs in memory."""
+    mine, ours = layer(mixtral, 4), replace(BY_HAND, keeps_rows=False)
+    rows = SEQ * CHOSEN
+    assert mine.rows_bytes == rows * (WIDTH + 3 * INNER) * 2
+    remade = sum(n * t.remade_flops for t, n in mine.backward.tasks.items())
+    assert remade == 2 * rows * WIDTH * 2 * INNER and not any(t.remade_flops for t in mine.forward.tasks)
+    where, layout = Cluster.of(CLUSTER), Layout(ep=4, zero=1)
+    (_, a), (_, b) = (halves_of(mine, layout, how, cost_of(layout, 16, how, where)) for how in (BY_HAND, ours))
+    assert a.exposed_s == pytest.approx(b.exposed_s * 2 / 3) and a.compute_s < b.compute_s
+    assert memory.kept_bytes(mine, layout, BY_HAND) - memory.kept_bytes(mine, layout, ours) == mine.rows_bytes
+    full = replace(layout, recompute="full")
+    assert memory.kept_bytes(mine, full, BY_HAND) == memory.kept_bytes(mine, full, ours)
+    # What is made again is not the model's: its FLOPs are three times forward's, and causality hides half of attention's.
+    forward = sum(n * t.flops for t, n in mine.forward.tasks.items() if not t.square_flops)
+    backward = sum(n * (t.flops - t.remade_flops) for t, n in mine.backward.tasks.items() if not t.square_flops and t.kind == "matmul")
+    assert backward == pytest.approx(2 * forward)
 
 
 def test_gradients_are_summed_over_those_that_have_the_same() -> None:
