@@ -4,8 +4,9 @@
     python -m benchmarks.hand --plan --models gpt2-xl,bert-base --sequences 1,8 --tokens 512,4096      autopar.plan, which runs no pipelines
 
 Hand layouts are those of the usual guides, with every micro-batch and every kind of recomputation that fits: DDP; ZeRO-1 and -2; FSDP over all devices and
-within nodes (HSDP); Megatron's tensor parallelism in a node with ZeRO-1; that with pipelines of 2, 4 and 8 stages, with and without virtual ones; context parallelism in a node. None is given
-to the search. Both are priced for the same runtime; a plan's is ours. `ratio`: the step time of the best by hand, by the one found. A plan is worse if it
+within nodes (HSDP); Megatron's tensor parallelism in a node with ZeRO-1; that with pipelines of 2, 4 and 8 stages, with and without virtual ones; context parallelism in a node. Routed experts
+are shared besides by the devices of a node, and by those of eight: with FSDP or ZeRO-1 (DeepSpeed's), with tensor parallelism,
+folded and not, and pipelines (Megatron's). None is given to the search. Both are priced for the same runtime; a plan's is ours. `ratio`: the step time of the best by hand, by the one found. A plan is worse if it
 takes longer by more than its own gap, or by more than a hundredth, however little time it had. `predict` prices hand layouts, and differs from the program by up to half a percent on
 the same one (tests/spmd/test_one_price.py); where by its word a plan is worse, the program is given that layout, and what it says is `by_program`, and counts. `saved_s`: seconds less than by hand, of exposed communication and of the rest;
 `freedoms`: what a plan does that no single layout says.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -52,8 +54,8 @@ def parse() -> argparse.Namespace:
     return a
 
 
-def by_hand(node: int, devices: int, pipelines: bool, sequences: int) -> Iterator[tuple[str, Any]]:
-    """Names and layouts; sizes need not divide."""
+def by_hand(node: int, devices: int, pipelines: bool, sequences: int, experts: int = 1) -> Iterator[tuple[str, Any]]:
+    """Names and layouts; sizes need not divide. experts: of the model, whose divisors can share them."""
     from autopar.planner.layout import Layout
 
     plain: list[tuple[str, Layout]] = [("ddp", Layout()), ("zero-1", Layout(zero=1)), ("zero-2", Layout(zero=2)), ("fsdp", Layout(zero=3))]
@@ -68,6 +70,18 @@ def by_hand(node: int, devices: int, pipelines: bool, sequences: int) -> Iterato
     else:
         plain += [(f"fsdp tp {tp}", Layout(tp=tp, zero=3)) for tp in (2, 4, node)]
     plain.append((f"cp {node}", Layout(cp=node, zero=3)))
+    for ep in sorted({math.gcd(experts, n) for n in (node, 8 * node)} - {1}):
+        plain += [
+            (f"ep {ep}", Layout(ep=ep, zero=1)),
+            (f"fsdp ep {ep}", Layout(ep=ep, zero=3)),
+            (f"tp 2 ep {ep}", Layout(tp=2, ep=ep, zero=1)),
+        ]
+        for tp in (t for t in sorted({2, node} - {1}) if not ep % t or not t % ep):
+            layout = Layout(tp=tp, ep=ep, expert_tp=1, zero=1)
+            plain.append((f"tp {tp} ep {ep} expert-tp 1", layout))
+            plain += [(f"tp {tp} ep {ep} expert-tp 1 pp {pp}", replace(layout, pp=pp)) for pp in ((4, 8) if pipelines else ())]
+        for pp, virtual in itertools.product((2, 4, 8), (1, 2)) if pipelines else ():
+            plain.append((f"ep {ep} pp {pp} virtual {virtual}", Layout(ep=ep, pp=pp, virtual=virtual, zero=1)))
     sizes = MICRO_BATCHES if pipelines else sorted({*MICRO_BATCHES, *(sequences // m for m in (1, 2, 4) if sequences >= m)})
     for (name, layout), size, recompute in itertools.product(plain, sizes, RECOMPUTE):
         yield f"{name}, micro-batch {size}, recompute {recompute}", replace(layout, micro_batch=size, recompute=recompute)
@@ -94,13 +108,10 @@ def case(model: str, where: str, sequences: int, tokens: int, a: argparse.Namesp
     run |= {which: mine, f"{which}_s": time.perf_counter() - start}
     micros = MicroBatches(made, inputs, cluster, how, None, "bfloat16", Cache(a.cache))
     fits = tried = 0
-    for name, layout in by_hand(cluster.devices_per_node, cluster.size, not a.plan, sequences):
-        share = (layout.micro_batch, layout.tp, layout.cp, layout.sequence_parallel)
+    for name, layout in by_hand(cluster.devices_per_node, cluster.size, not a.plan, sequences, micros.experts(1)):
         try:
             layout.replicas(cluster.size)
-            if share not in micros.solved:
-                micros.solve([share])
-            found = micros.solved[share]
+            found = micros.of(layout)
             if found is None:
                 continue
             told = priced(found, model, cluster, layout, how, batch, tokens, "bfloat16", "adamw")
@@ -127,15 +138,19 @@ def by_program(model: Any, inputs: Any, cluster: Any, layout: Any, micro_batches
     """What the program says of a hand layout; None where it has no plan in that layout."""
     import autopar
     from autopar.errors import AutoparError
+    from autopar.planner.expert_folding import CONTEXT, DATA, EXPERTS, FEATURES, TENSOR, named
     from autopar.planner.layout import Layout
 
     dp = layout.replicas(cluster.size)
     inner = layout.shard_ways or dp
-    mesh = {"out": dp // inner, "dp": inner, "cp": layout.cp, "tp": layout.tp}
+    mine = layout.together
+    mesh = {"out": dp // inner, "dp": inner // layout.sharing, **{p.name: p.size for p in mine}}
     axes = {n: k for n, k in mesh.items() if k > 1}
+    data = tuple(n for n in ("dp", *named(mine, dense=DATA)) if n in axes)
     roles = Layout(
-        tuple(n for n in ("out", "dp") if n in axes), tuple(n for n in ("dp",) if n in axes and layout.zero), tuple(n for n in ("tp",) if n in axes),
-        layout.zero == 3, context=tuple(n for n in ("cp",) if n in axes), sequence_parallel=layout.sequence_parallel,
+        ("out", *data) if "out" in axes else data, data if layout.zero else (), named(mine, dense=TENSOR), layout.zero == 3,
+        context=named(mine, dense=CONTEXT), experts=named(mine, routed=EXPERTS), sequence_parallel=layout.sequence_parallel,
+        expert_features=None if layout.expert_tp is None else named(mine, routed=FEATURES),
     )  # fmt: skip
     try:
         plan = autopar.plan(

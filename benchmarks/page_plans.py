@@ -147,3 +147,38 @@ every rank, by what its layers need.
 {table(["case", "by hand", "free choice, even, 1f1b", "cut by time", "memory by stage", "schedule chosen", "which", "to by hand"], rows)}
 
 {origin(results, "ablation")}"""
+
+
+def published_experts(results: dict[str, Result]) -> str:
+    r = results["published_experts"]
+    rows = []
+    for x in r["rows"]:
+        if "refused" in x:
+            rows.append([x["row"], "", "", x["refused"], "", ""])
+            continue
+        flat, levels = x["all at once"], x["once a node"]
+        mine = x[x["dispatch"]]
+        rows.append([
+            x["row"], f"{x['measured']:,.0f} {x['unit'].split()[0]}", f"{mine['rate']:,.0f}", f"{mine['error']:+.1%}",
+            f"{flat['error']:+.1%}, {levels['error']:+.1%}", ("" if mine["fits"] else "does not fit; ") + mine["layout"],
+        ])  # fmt: skip
+    left = "\n".join(f"- {what}: {why}." for what, why in r["not priced"].items())
+    priced = [abs(x["error"]) for x in r["rows"] if "error" in x]
+    return f"""## Mixtures of experts against published runs
+
+Published training runs of mixtures of experts on H100, tokens forced to go evenly to experts, predicted by constants that were fitted to other runs, those of
+dense models: nothing is fitted here. Rates are of a device. What a row does not state is the fastest that fits of micro-batches of 1, 2 and 4, of 1, 2 and 4
+virtual stages, and of what is made again. The fifth column has the errors where each row of a token is sent to its expert on its own, and where a copy of a
+token is sent to each node. {sum(e <= 0.1 for e in priced)} of {len(priced)} rows are within a tenth.
+
+{table(["run", "measured", "predicted", "error", "all at once, once a node", "layout"], rows)}
+
+Where a row is off: DeepSeek-V3 waits here for what experts exchange, all of which is taken to be exposed, with a token on as many nodes as chance has it; its
+router allows four, and the run may have had some of it beside compute. gpt-oss under FSDP waits for gathered weights, so its rate follows the batch and the
+micro-batches, neither of which is stated. Qwen3-30B-A3B fits here only where all of a layer is made again. Nothing says whether these are all of the causes.
+
+Not priced:
+
+{left}
+
+{origin(results, "published_experts")}"""

@@ -20,6 +20,10 @@ def predict(
     cp: Annotated[int, typer.Option(min=1, help="devices that split the sequence")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="devices that split the layers")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="devices with data that share the routed experts")] = 1,
+    expert_tp: Annotated[
+        int | None,
+        typer.Option(min=1, help="devices that split what an expert has inside; experts then lie over the next ep of tp x cp x dp"),
+    ] = None,
     virtual: Annotated[int, typer.Option(min=1, help="stages of a pipeline rank")] = 1,
     micro_batch: Annotated[int, typer.Option(min=1, help="sequences of a replica at a time")] = 1,
     zero: Annotated[int, typer.Option(min=0, max=3, help="what replicas shard: 1 optimizer, 2 gradients too, 3 parameters too")] = 0,
@@ -38,7 +42,7 @@ def predict(
     """Say what a step of a hand layout takes; data parallelism is what the sizes leave of the devices."""
     layout = Layout(
         tp=tp, cp=cp, pp=pp, ep=ep, virtual=virtual, micro_batch=micro_batch, zero=zero, recompute=recompute, offload=offload,
-        sequence_parallel=sequence_parallel,
+        sequence_parallel=sequence_parallel, expert_tp=expert_tp,
     )  # fmt: skip
     from autopar.hardware.cluster import Cluster
     from autopar.planner.imbalance import checked, refuse_more

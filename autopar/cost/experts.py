@@ -13,6 +13,7 @@ G = u F are the features of the first product (u = 2 with a gate), F of the seco
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from autopar.graph.graph import DTYPE_BYTES, Op
@@ -37,6 +38,17 @@ def flops(op: Op, n: Mapping[str, int]) -> float:
     """n: local sizes of the rule's loops."""
     first, second = 2.0 * _rows(n) * n["d"] * n["u"] * n["f"], 2.0 * _rows(n) * n["d"] * n["f"]
     return first + second if op.target == FORWARD else 3 * first + 2 * second
+
+
+def remade_flops(op: Op, n: Mapping[str, int]) -> float:
+    """Of `flops`, h that backward makes again."""
+    return 2.0 * _rows(n) * n["d"] * n["u"] * n["f"] if op.target == BACKWARD else 0.0
+
+
+def kept_bytes(op: Op, rule: Rule, strategy: Strategy, n: Mapping[str, int], mesh: Mesh, imbalance: float = 1.0) -> float:
+    """What forward receives and makes of it, x, h and a, on the fullest rank: of software that keeps it for backward."""
+    values = n["d"] + n["u"] * n["f"] + n["f"] if op.target == FORWARD else 0
+    return float(load_of(rule, strategy, mesh, imbalance) * _rows(n) * values * _itemsize(op))
 
 
 def moved_bytes(op: Op, n: Mapping[str, int]) -> float:
@@ -101,6 +113,11 @@ def exchanged(
     tokens, features = at.local_shape(mesh)
     sent = load_of(rule, strategy, mesh, imbalance) * tokens * _chosen(op) * features * _itemsize(op) * (width - 1) / width
     return (("all_to_all", axes, sent),) * EXCHANGES[op.target]
+
+
+def chosen_of(op: Op, rule: Rule) -> tuple[int, int]:
+    """K, and how many experts there are."""
+    return _chosen(op), math.prod(rule.factors[x].size for x in rule.pairs)
 
 
 def _chosen(op: Op) -> int:

@@ -65,12 +65,14 @@ def check_experts(graph: Graph, rules: Mapping[str, Rule], layout: Layout, mesh:
     """Raises LayoutError where `layout.experts` cannot split every routed experts' operator of the program.
 
     layout: refined (`Layout.of`); rules: of every operator."""
-    if not layout.experts:
+    if not layout.experts and layout.expert_features is None:
         return
     ways, found = mesh.sizes_product(layout.experts), [op for op in graph.ops if rules[op.name].pairs]
     if not found:
         raise LayoutError(
-            f"layout {layout.name} splits experts over {ways} devices, but the program has no routed experts",
+            f"layout {layout.name} "
+            + (f"splits experts over {ways} devices" if ways > 1 else "says how experts are split")
+            + ", but the program has no routed experts",
             where="the captured program",
             fix="use layout fsdp; or, if the model has experts, see which form of them is captured as one operator in docs/layouts.md",
         )

@@ -15,10 +15,12 @@ Sizes, for `autopar.predict`: how many ways each kind of parallelism goes, and a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from autopar.errors import LayoutError
 from autopar.graph.mesh import Mesh
+from autopar.planner.expert_folding import DATA, ROLES, TOKENS, Part, together
 
 NAMES = ("ddp", "fsdp", "tp", "fsdp+tp", "fsdp+ep")
 _TENSOR_NAMES = ("tp", "tensor", "model")
@@ -33,13 +35,16 @@ class Layout:
 
     data: axes the batch is split over; shard: axes parameters are stored split over (a subset of data: HSDP when proper);
     tensor: axes ops are split over by their parameters' dims; context: axes the sequence is split over; experts: data axes that split routed experts beside
-    tokens (a subset of data; everything else of the model sees data axes like the others). Axis names are the user's (or refined ones, such as "dp.1"). sequence_parallel: between tensor-parallel products, activations are split over the tensor axes (False: not
+    tokens (a subset of data; everything else of the model sees data axes like the others). expert_features: where routed experts are arranged otherwise than all else,
+    the axes that split what an expert has inside (then experts= may name axes of any role, and the rest splits tokens of experts); None: the tensor axes. Axis names are
+    the user's (or refined ones, such as "dp.1"). sequence_parallel: between tensor-parallel products, activations are split over the tensor axes (False: not
     along the sequence; None: as is fastest). reshard_after_forward: gather parameters again in backward (False keeps the gathered copy).
 
     Sizes, where there is no mesh yet, and all else that a hand-tuned run decides (`autopar.predict`):
 
     tp, cp, pp: ranks that split tensors, the sequence, the layers. dp: replicas or shards of data; None: as many as the devices allow.
-    ep: of the dp ranks, neighbours that share the routed experts and send each other tokens; what an expert has inside is split over tp.
+    ep: of the dp ranks, neighbours that share the routed experts and send each other tokens; what an expert has inside is split over tp. expert_tp: it is split over
+    so many ranks instead, and experts over the next ep of tp x cp x dp, whatever these do for all else (`autopar.planner.expert_folding`).
     virtual: stages a pipeline rank has (interleaved schedule). micro_batch: sequences of a replica at a time. zero: what is sharded over dp:
     0 nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too (FSDP). shard_ways: ranks that ZeRO shards over, the rest holding
     replicas (HSDP); None: all of dp. recompute: "none"; "selective", attention's core where no kernel does it without being asked;
@@ -67,9 +72,11 @@ class Layout:
     offload: float | tuple[float, ...] = 0.0
     experts: tuple[str, ...] = ()
     ep: int = 1
+    expert_tp: int | None = None
+    expert_features: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        for what in ("tp", "cp", "pp", "ep", "virtual", "micro_batch", "dp", "shard_ways"):
+        for what in ("tp", "cp", "pp", "ep", "virtual", "micro_batch", "dp", "shard_ways", "expert_tp"):
             n = getattr(self, what)
             if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
                 raise LayoutError(f"{what} is {n!r}", where="Layout", fix="give a whole number from 1")
@@ -83,11 +90,13 @@ class Layout:
                 where=f"Layout, pp={self.pp}",
                 fix="give the fraction of activations, from 0 to 1, or one for each pipeline rank",
             )
-        if self.ep > 1 and self.tp > 1 and self.cp > 1:
+        if len(self.together) > ROLES:
             raise LayoutError(
-                "a micro-batch's devices have three roles",
-                where=f"Layout, tp={self.tp}, cp={self.cp}, ep={self.ep}",
-                fix="give two of tp, cp and ep",
+                f"a micro-batch's devices have {'three' if len(self.together) == 3 else len(self.together)} roles: "
+                + ", ".join(f"{p.name} {p.size}" for p in self.together),
+                where=f"Layout, tp={self.tp}, cp={self.cp}, ep={self.ep}"
+                + ("" if self.expert_tp is None else f", expert_tp={self.expert_tp}"),
+                fix="give two of tp, cp and ep; with expert_tp, 1 or tp for it, and no cp",
             )
         if self.virtual > 1 and self.pp == 1:
             raise LayoutError("virtual stages need a pipeline", where=f"Layout, virtual={self.virtual}", fix="give pp, or virtual=1")
@@ -105,7 +114,7 @@ class Layout:
                 where=f"Layout, pp={layout.pp}",
                 fix='pass a mesh such as {"pp": 2, "dp": 4}; sizes are for autopar.predict',
             )
-        sizes = [k for k in ("tp", "cp", "ep") if getattr(layout, k) > 1]
+        sizes = [k for k in ("tp", "cp", "ep", "expert_tp") if (getattr(layout, k) or 1) > 1]
         if sizes:
             raise LayoutError(
                 f"{', '.join(sizes)} are sizes, and a mesh that exists has axes",
@@ -115,6 +124,7 @@ class Layout:
         refined = Layout(
             _refine(layout.data, mesh), _refine(layout.shard, mesh), _refine(layout.tensor, mesh), layout.reshard_after_forward, layout.name,
             _refine(layout.context, mesh), layout.sequence_parallel, experts=_refine(layout.experts, mesh),
+            expert_features=None if layout.expert_features is None else _refine(layout.expert_features, mesh),
         )  # fmt: skip
         roles = {"data": refined.data, "tensor": refined.tensor, "context": refined.context}
         for a, b in (("data", "tensor"), ("data", "context"), ("tensor", "context")):
@@ -122,7 +132,7 @@ class Layout:
             if both:
                 raise LayoutError(f"axes {sorted(both)} are both {a} and {b} axes", fix="give each mesh axis one role in Layout(...)")
         without = set(refined.experts) - set(refined.data)
-        if without:
+        if without and refined.expert_features is None:
             raise LayoutError(
                 f"axes {sorted(without)} split experts but no batch",
                 where="Layout(experts=...)",
@@ -140,13 +150,37 @@ class Layout:
                 where=f"Layout, tp={self.tp}, cp={self.cp}, pp={self.pp}" + (f", dp={self.dp}" if self.dp else ""),
                 fix="let the product of all sizes be the number of devices",
             )
-        if dp % self.ep:
+        if self.expert_tp is None and dp % self.ep:
             raise LayoutError(
                 f"experts over {self.ep} ranks, of {dp} that have data",
                 where=f"Layout, ep={self.ep}",
                 fix=f"give a divisor of {dp}, or another tp, cp or pp",
             )
+        if self.expert_tp is not None and dp * self.tp * self.cp % (self.ep * self.expert_tp):
+            raise LayoutError(
+                f"ep x expert_tp makes {self.ep * self.expert_tp}, which does not divide tp x cp x dp, {dp * self.tp * self.cp} ranks",
+                where=f"Layout, ep={self.ep}, expert_tp={self.expert_tp}",
+                fix="let ep x expert_tp x the ranks that have the same experts be the ranks of a pipeline stage",
+            )
         return dp
+
+    @property
+    def together(self) -> tuple[Part, ...]:
+        """What the ranks do whose micro-batches are computed together, the outermost first."""
+        return together(self.tp, self.cp, self.ep, self.expert_tp)
+
+    @property
+    def sharing(self) -> int:
+        """Ranks with data of their own whose micro-batches are computed together, since they share routed experts."""
+        return math.prod(p.size for p in self.together if p.dense == DATA)
+
+    def parts(self, dp: int) -> tuple[Part, ...]:
+        """Of a pipeline stage with so many ranks that have data: `together`, and replicas of that."""
+        return Part(DATA, TOKENS, dp // self.sharing), *self.together
+
+    def expert_replicas(self, ranks: int) -> int:
+        """Of so many ranks that have all else alike but for tp (dp x cp, or those that shards of it lie on), how many have the same routed experts."""
+        return max(1, ranks * self.tp // (self.ep * (self.tp if self.expert_tp is None else self.expert_tp)))
 
     def offload_of(self, rank: int) -> float:
         """The fraction that a pipeline rank offloads."""
@@ -154,6 +188,7 @@ class Layout:
 
     def __str__(self) -> str:
         said = [f"{k} {getattr(self, k)}" for k in ("dp", "tp", "cp", "pp", "ep") if (getattr(self, k) or 1) > 1]
+        said += [] if self.expert_tp is None else [f"expert-tp {self.expert_tp}"]
         said += [f"{self.virtual} virtual stages"] if self.virtual > 1 else []
         said += [f"micro-batch {self.micro_batch}"]
         said += [f"ZeRO-{self.zero}"] if self.zero else []

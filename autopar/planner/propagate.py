@@ -59,6 +59,12 @@ class _Propagator:
         self.known_cuts: dict[tuple[str, int, int], set[int]] = {}
         self.repeated: dict[str, float] = {}
         check_experts(graph, self.rules, layout, mesh)
+        if layout.expert_features is not None:
+            raise LayoutError(
+                "experts that are arranged otherwise than all else are planned, not propagated",
+                where="Layout(expert_features=...)",
+                fix="leave it out, or ask autopar.plan(layout=...) for the plan",
+            )
         read = expert_params(graph, self.rules) if layout.experts else set()
         self.of_experts = {n for n, t in graph.params.items() if t.name in read}
 

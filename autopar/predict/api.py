@@ -15,6 +15,7 @@ from torch import nn
 
 from autopar.errors import InputError
 from autopar.hardware.cluster import Cluster
+from autopar.planner.expert_folding import CONTEXT, DATA, EXPERTS, FEATURES, TENSOR, named
 from autopar.planner.found import Found
 from autopar.planner.imbalance import EVEN, refuse_more
 from autopar.planner.imbalance import checked as checked_load
@@ -111,7 +112,7 @@ def solved(
     imbalance: float = EVEN,
 ) -> Found:
     """The integer program's answer for that micro-batch: every operator's strategy is the layout's."""
-    sequences = layout.micro_batch * layout.ep
+    sequences = layout.micro_batch * layout.sharing
     t = captured(model, inputs, sequences, cluster, loss_fn, precision, progress, imbalance=imbalance)
     return answered(t, layout, progress)
 
@@ -137,17 +138,19 @@ def captured(
 
 def answered(t: Task, layout: Layout, progress: Callable[[str, float], None] | None = None) -> Found:
     """t: a micro-batch of the layout's, of all ranks that share experts."""
-    axes = {"ep": layout.ep, "cp": layout.cp, "tp": layout.tp}
+    ranks = layout.together
+    axes = {p.name: p.size for p in ranks} or {"tp": 1}
     roles = Layout(
-        data=("ep",) if layout.ep > 1 else (),
-        experts=("ep",) if layout.ep > 1 else (),
-        tensor=("tp",) if layout.tp > 1 else (),
-        context=("cp",) if layout.cp > 1 else (),
+        data=named(ranks, dense=DATA),
+        experts=named(ranks, routed=EXPERTS),
+        tensor=named(ranks, dense=TENSOR),
+        context=named(ranks, dense=CONTEXT),
         sequence_parallel=layout.sequence_parallel,
         name=str(layout),
+        expert_features=None if layout.expert_tp is None else named(ranks, routed=FEATURES),
     )
     training = replace(t.training, counts=False)  # strategies are the layout's: memory is counted around them, not traded
-    program = Step.of(t.folded, axes, t.cluster, training, Limits(), progress, roles if layout.tp * layout.cp * layout.ep > 1 else None)
+    program = Step.of(t.folded, axes, t.cluster, training, Limits(), progress, roles if ranks else None)
     with program.in_time():
         return program.stages.run()
 

@@ -9,7 +9,8 @@ of a rank, times psi (D - 1) / D:
                       are reduced with every micro-batch
     ZeRO-3, FSDP      gathers before forward and before backward, reduce-scatter, every micro-batch    m (2 param + reduce)
 
-Routed experts that ep of the D ranks share are alike on D / ep of them: for their parameters D / ep stands for D above.
+Routed experts that ep of the D ranks share are alike on D / ep of them: for their parameters D / ep stands for D above. Where experts are arranged otherwise
+(`autopar.planner.expert_folding`), it is tp D / (ep expert_tp), tp ranks of which may be.
 
 HSDP shards over `shard_ways` ranks, and sums over the replicas of them: all-reduce of what a rank holds.
 
@@ -31,6 +32,7 @@ from autopar.cost.buckets import latencies, limit
 from autopar.cost.model import Cost
 from autopar.errors import LayoutError
 from autopar.pipeline import beyond
+from autopar.planner.expert_folding import TENSOR, TOKENS, named
 from autopar.planner.layout import Layout
 from autopar.predict.held import Held
 from autopar.predict.runtime import Runtime
@@ -63,7 +65,7 @@ def sharded_over(layout: Layout, replicas: int) -> int:
     ways = layout.shard_ways or every
     if every % ways:
         raise LayoutError(f"shard_ways {ways} does not divide {every} ranks", where="Layout", fix="give a divisor of dp x cp")
-    if ways % layout.ep:
+    if layout.shard_ways and ways * layout.tp % (layout.ep * (layout.expert_tp or layout.tp)):
         raise LayoutError(
             f"shards over {ways} ranks, experts over {layout.ep}", where="Layout, shard_ways", fix="give a multiple of ep, or leave it out"
         )
@@ -72,7 +74,7 @@ def sharded_over(layout: Layout, replicas: int) -> int:
 
 def experts_over(layout: Layout, ways: int) -> int:
     """Ranks that shards of routed experts lie on, where those of other parameters lie on `ways`."""
-    return max(1, ways // layout.ep)
+    return layout.expert_replicas(ways) if layout.zero else 1
 
 
 def is_once_a_step(layout: Layout, micro_batches: int) -> bool:
@@ -83,7 +85,7 @@ def loss_s(layout: Layout, runtime: Runtime, cost: Cost, replicas: int) -> float
     """Seconds that a micro-batch waits for the sum of its loss over the ranks that share it out."""
     if not runtime.sums_loss or replicas * layout.cp == 1:
         return 0.0
-    axes = tuple(c for a in ("dp", "ep", "cp") for c in cost.mesh.children(a))
+    axes = tuple(c for p in layout.parts(replicas) if p.dense != TENSOR for c in cost.mesh.children(p.name))
     return cost.collective("all_reduce", axes, 4).seconds
 
 
@@ -95,15 +97,18 @@ def traffic(
     buckets = layers if runtime.by_halves else 1
     every, ways = replicas * layout.cp, sharded_over(layout, replicas)
     routed = experts_over(layout, ways)
-    parts = _parts(params, ("dp", "ep", "cp"), every, ways, layout, runtime, cost, micro_batches, windows, buckets)
-    experts = _parts(Held(params.experts), ("dp", "cp"), every // layout.ep, routed, layout, runtime, cost, micro_batches, windows, buckets)
-    if parts and experts:  # the same steps of a step: each pair runs beside the same
-        parts = [(a + b, window) for (a, window), (b, _) in zip(parts, experts, strict=True)]
-    parts = parts or experts
-    seconds = sum(s for s, _ in parts)
+    ranks = layout.parts(replicas)
+    dense = tuple(p.name for p in ranks if p.dense != TENSOR)
+    found = _parts(params, dense, every, ways, layout, runtime, cost, micro_batches, windows, buckets)
+    alike, same = named(ranks, routed=TOKENS), layout.expert_replicas(every)
+    experts = _parts(Held(params.experts), alike, same, routed, layout, runtime, cost, micro_batches, windows, buckets)
+    if found and experts:  # the same steps of a step: each pair runs beside the same
+        found = [(a + b, window) for (a, window), (b, _) in zip(found, experts, strict=True)]
+    found = found or experts
+    seconds = sum(s for s, _ in found)
     if runtime.data_exposed >= 1:
         return Traffic(seconds, seconds)
-    return Traffic(seconds, max(runtime.data_exposed * seconds, sum(beyond(s, window) for s, window in parts)))
+    return Traffic(seconds, max(runtime.data_exposed * seconds, sum(beyond(s, window) for s, window in found)))
 
 
 def _parts(

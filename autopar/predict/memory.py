@@ -30,12 +30,13 @@ MOVING = 4  # chunks whose activations are on the device while others are away
 
 def kept_bytes(piece: Piece, layout: Layout, runtime: Runtime) -> float:
     """For backward, of one micro-batch."""
-    scores = piece.scores_bytes * SCORES_KEPT if runtime.unfused_passes and layout.recompute in ("none", "balanced") else 0.0
+    more = piece.scores_bytes * SCORES_KEPT if runtime.unfused_passes and layout.recompute in ("none", "balanced") else 0.0
+    more += piece.rows_bytes if runtime.keeps_rows else 0.0
     if not piece.layers or layout.recompute in ("none", "selective"):
-        return piece.saved_bytes + scores
+        return piece.saved_bytes + more
     if layout.recompute == "full":
         return piece.input_bytes
-    return piece.saved_bytes - piece.spared_bytes + scores
+    return piece.saved_bytes - piece.spared_bytes + more
 
 
 SCORES_KEPT = 2.5  # of the matrix of scores: softmax's and dropout's results, and dropout's mask of a byte
@@ -48,9 +49,10 @@ def held_bytes(stage: Mapping[Piece, int], layout: Layout, runtime: Runtime) -> 
 
 def recomputed_bytes(piece: Piece, layout: Layout, runtime: Runtime) -> float:
     scores = piece.scores_bytes * SCORES_KEPT if runtime.unfused_passes else 0.0
+    rows = piece.rows_bytes if runtime.keeps_rows else 0.0
     if not piece.layers or layout.recompute == "none":
         return 0.0
-    return {"selective": scores, "balanced": piece.spared_bytes, "full": piece.saved_bytes + scores}[layout.recompute]
+    return {"selective": scores, "balanced": piece.spared_bytes, "full": piece.saved_bytes + scores + rows}[layout.recompute]
 
 
 def state_bytes(params: Held, layout: Layout, runtime: Runtime, ways: int) -> float:

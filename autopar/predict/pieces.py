@@ -37,6 +37,7 @@ class Piece:
     holds; shared: of those, elements that an earlier piece has too (tied); routed: of those, elements of routed experts. tensors: of all others, elements of a parameter
     and how many there are of so many. experts_bytes: what routed experts take while they run, besides operands and results (the fullest rank's).
     exchanges: of them, in which half, bytes of all rows of one, how many: they are there also where all experts are on one device, and nothing is sent.
+    rows_bytes: what they receive and make of it in forward (the fullest rank's), which some software keeps.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Piece:
     tensors: tuple[tuple[float, float], ...] = ()
     experts_bytes: float = 0.0
     exchanges: tuple[tuple[str, float, float], ...] = ()
+    rows_bytes: float = 0.0
 
 
 @dataclass
@@ -152,7 +154,8 @@ class _Reader:
             task = self.task(op, self.share_of(op), bool(again))
             half.append(Workload({task: self.share(op)} if task else {}))
             for kind, axes, sent, _ in self.cost.inside(op, rule, split, want):  # equal ones too: a softmax has a maximum and a sum
-                half.append(Workload({}, {Transfer(kind, self.user_axes(axes), sent): self.share(op)}))
+                routed = experts.chosen_of(op, rule) if kind == "all_to_all" and experts.is_experts(op) else None
+                half.append(Workload({}, {Transfer(kind, self.user_axes(axes), sent, routed=routed): self.share(op)}))
 
     def kept(self) -> None:
         """What kernels do because values are kept."""
@@ -205,7 +208,8 @@ class _Reader:
                 if t is not None and p is not None and self.is_gradient(t)
             ]
             load = experts.load_of(rule, split, self.mesh, self.cost.imbalance) if experts.is_experts(op) else 1.0
-            return Task(MATMUL, dtype, flops, moved, 1.0, weights=float(sum(grads)), again=again, load=load)
+            remade = experts.remade_flops(op, compute.local_sizes(rule, split, self.mesh)) if experts.is_experts(op) else 0.0
+            return Task(MATMUL, dtype, flops, moved, 1.0, weights=float(sum(grads)), again=again, load=load, remade_flops=remade)
         return Task(MEMORY, "", 0.0, moved, launches, again=again) if moved or launches else None
 
     def is_gradient(self, t: Tensor) -> bool:
@@ -352,6 +356,7 @@ class _Reader:
                 n = compute.local_sizes(rule, split, self.mesh)
                 nbytes = experts.workspace_bytes(op, rule, split, n, self.mesh, self.cost.imbalance)
                 draft.sums["experts"] = max(draft.sums["experts"], nbytes)
+                draft.sums["rows"] += experts.kept_bytes(op, rule, split, n, self.mesh, self.cost.imbalance) * self.share(op)
                 draft.exchanges[op.direction, experts.rows_bytes(op, n)] += experts.EXCHANGES[op.target] * self.share(op)
             if op.direction == "backward":
                 continue
@@ -417,5 +422,5 @@ class _Reader:
             name, self.copies(i) if i % 2 else 0, Workload.together(d.forward), Workload.together(d.backward), Workload.together(d.recompute),
             s["saved"], s["spared"], s["input"], s["scores"], s["largest"], s["params"], s["shared"], s["routed"],
             tuple(sorted(d.tensors.items())), s["experts"],
-            tuple((half, nbytes, often) for (half, nbytes), often in sorted(d.exchanges.items())),
+            tuple((half, nbytes, often) for (half, nbytes), often in sorted(d.exchanges.items())), s["rows"],
         )  # fmt: skip

@@ -7,6 +7,8 @@ attention_rate     of the device's rate for attention, what this kernel for it r
 unfused_passes     of memory traffic over the matrix of attention scores in forward, twice that in backward, where attention is not one kernel; 0: it is one
 tensor_hidden      share of tensor-parallel traffic that runs beside products (pipelined with them)
 context_hidden     whether context parallelism's traffic runs beside attention (ring attention)
+two_level          whether tokens go to experts on other nodes once for each node (`autopar.cost.two_level`), where that is faster
+keeps_rows         whether backward of routed experts has what forward received and made of it; else, as ours, it sends x again and makes h again
 balanced           a pipeline's layers are dealt so that ranks have as many FLOPs of products, the head counted (nanotron); else ranks have as many layers
 hops               what a pipeline's ranks hand on runs beside compute: "always", "interleaved", where ranks hold several chunks, "never"; else sender and
                    receiver wait for it (Megatron-LM exchanges so, and since 2023 not where it interleaves: overlap_p2p_comm)
@@ -42,6 +44,8 @@ class Runtime:
     tensor_hidden: float = 0.0
     context_hidden: bool = True
     context_even: bool = True
+    two_level: bool = False
+    keeps_rows: bool = False
     balanced: bool = False
     hops: str = "interleaved"
     data_exposed: float = 1.0
@@ -73,7 +77,7 @@ class Runtime:
 OVERLAPPED = 0.59  # fsdp and others that reduce beside backward: fitted
 PIPELINED = 0.80  # of tensor-parallel bytes, where products are cut to run beside them: fitted
 
-_MEGATRON = Runtime("megatron")
+_MEGATRON = Runtime("megatron", keeps_rows=True)
 RUNTIMES = {
     r.name: r
     for r in (

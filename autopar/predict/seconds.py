@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.cost import two_level
 from autopar.cost.compute import ATTENTION
 from autopar.cost.model import Cost
 from autopar.predict.runtime import Runtime
@@ -37,6 +38,8 @@ def seconds(workload: Workload, cost: Cost, runtime: Runtime, backward: bool, sc
     for task, n in workload.tasks.items():
         moved, kind = task.moved_bytes, task.kind
         flops = task.even_flops if task.even_flops and runtime.context_even else task.flops
+        if runtime.keeps_rows:
+            flops -= task.remade_flops
         if task.square_flops and runtime.unfused_passes:
             # Two products over the whole square, in backward four (the kernel makes the scores again there: five).
             kind, flops = MATMUL, task.square_flops * (1 if task.is_core else 4 / 5)
@@ -52,8 +55,11 @@ def seconds(workload: Workload, cost: Cost, runtime: Runtime, backward: bool, sc
     blocking_s = ring_s = 0.0
     for t, n in workload.transfers.items():
         axes = tuple(c for a in t.axes for c in cost.mesh.children(a))
-        took = n * cost.collective(t.kind, axes, t.wire_bytes).seconds
-        if t.attended and "cp" in t.axes:
+        once_s = cost.collective(t.kind, axes, t.wire_bytes).seconds
+        if t.routed and runtime.two_level:
+            once_s = min(once_s, two_level.seconds(cost.cluster, cost.mesh, axes, t.wire_bytes, *t.routed))
+        took = n * once_s * (2 / 3 if t.routed and backward and runtime.keeps_rows else 1)  # of x, the gradient and dx, not x
+        if t.attended and any(a.startswith("cp") for a in t.axes):
             ring_s += took
         else:
             blocking_s += took * (1 - runtime.tensor_hidden)

@@ -16,6 +16,7 @@ from autopar.errors import LayoutError
 from autopar.graph.mesh import Mesh
 from autopar.hardware.cluster import Cluster
 from autopar.pipeline import Schedule, Times, deal, replay
+from autopar.planner.expert_folding import TENSOR, named
 from autopar.planner.layout import Layout
 from autopar.predict import memory
 from autopar.predict.data import Windows, experts_over, loss_s, sharded_over, traffic
@@ -53,7 +54,7 @@ def step(
 ) -> Step:
     """pieces: of a micro-batch of `layout.micro_batch` sequences a replica, split over tp and cp. Raises LayoutError where sizes do not divide."""
     if runtime.gathers_logits and layout.tp > 1:
-        pieces = [*pieces[:-1], gathered(pieces[-1], layout.tp)]
+        pieces = [*pieces[:-1], gathered(pieces[-1], layout)]
     dp = layout.replicas(cluster.size)
     micro_batches, rest = divmod(global_batch, dp * layout.micro_batch)
     if rest or not micro_batches:
@@ -112,7 +113,7 @@ def step(
 
 def cost_of(layout: Layout, dp: int, runtime: Runtime, cluster: Cluster) -> Cost:
     """Prices of a layout's devices."""
-    mesh = Mesh.of({"pp": layout.pp, "dp": dp // layout.ep, "ep": layout.ep, "cp": layout.cp, "tp": layout.tp})
+    mesh = Mesh.of({"pp": layout.pp, **{p.name: p.size for p in layout.parts(dp)}})
     inter = cluster.inter.model_copy(update={"efficiency": cluster.inter.efficiency * runtime.network_share})
     return Cost(cluster.model_copy(update={"inter": inter}), mesh)
 
@@ -157,17 +158,19 @@ def _product_flops(p: Piece) -> float:
     return sum(n * t.flops for s in (p.forward, p.backward) for t, n in s.tasks.items() if not t.square_flops)
 
 
-def gathered(last: Piece, tp: int) -> Piece:
+def gathered(last: Piece, layout: Layout) -> Piece:
     """What comes after the layers, where the loss is not split along the vocabulary: each rank has all of the logits, and does all of it that is bound by memory.
 
     The largest result there is the logits in single precision, of which half as many bytes are gathered.
     """
 
+    tp = layout.tp
+
     def whole(s: Workload, more: dict[Transfer, float]) -> Workload:
         tasks = {replace(t, moved_bytes=t.moved_bytes * tp) if t.kind == MEMORY else t: n for t, n in s.tasks.items()}
         return Workload(tasks, {**s.transfers, **more})
 
-    sent = Transfer("all_gather", ("tp",), last.largest_bytes / 2 * (tp - 1))
+    sent = Transfer("all_gather", named(layout.together, dense=TENSOR), last.largest_bytes / 2 * (tp - 1))
     return replace(
         last, forward=whole(last.forward, {sent: 1.0}), backward=whole(last.backward, {}), saved_bytes=last.saved_bytes * tp, largest_bytes=last.largest_bytes * tp
     )  # fmt: skip
@@ -202,7 +205,8 @@ def _hop_s(pieces: Sequence[Piece], layout: Layout, cost: Cost) -> float:
     sent_s = cost.collective("send", cost.mesh.children("pp"), nbytes / alike).seconds
     if alike == 1:
         return sent_s
-    return sent_s + cost.collective("all_gather", cost.mesh.children("tp"), nbytes * (alike - 1) / alike).seconds
+    tensor = tuple(c for a in named(layout.together, dense=TENSOR) for c in cost.mesh.children(a))
+    return sent_s + cost.collective("all_gather", tensor, nbytes * (alike - 1) / alike).seconds
 
 
 def update_s(params: Held, layout: Layout, runtime: Runtime, cost: Cost, ways: int, optimizer: str | type) -> float:
@@ -220,5 +224,7 @@ def model_flops(pieces: Sequence[Piece], square: bool) -> float:
                 if t.is_core:
                     total += max(1, p.layers) * times * n * (t.square_flops if square else t.even_flops)
         for workload in (p.forward, p.backward):
-            total += max(1, p.layers) * sum(n * t.flops for t, n in workload.tasks.items() if not t.square_flops and not t.again)
+            total += max(1, p.layers) * sum(
+                n * (t.flops - t.remade_flops) for t, n in workload.tasks.items() if not t.square_flops and not t.again
+            )
     return total

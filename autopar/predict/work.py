@@ -17,7 +17,7 @@ class Task:
     """kind: as `Cost.kernel_s` has them, attention one of `compute.ATTENTION`; dtype: what products are made in; moved_bytes: to and from device memory; launches: kernels;
     even_flops: of attention, if ranks that share a sequence share what causality leaves evenly (`flops`: as our kernels do it, who are given a mask where
     queries are a part of all); square_flops: with what causality hides; weights: elements of parameters' gradients that it makes; again: it is forward's, and runs in backward;
-    load: of routed experts, FLOPs of the fullest rank over `flops`, which are the mean."""
+    load: of routed experts, FLOPs of the fullest rank over `flops`, which are the mean; remade_flops: of `flops`, what is no gradient but made a second time."""
 
     kind: str
     dtype: str
@@ -29,6 +29,7 @@ class Task:
     weights: float = 0.0
     again: bool = False
     load: float = 1.0
+    remade_flops: float = 0.0
 
     @property
     def is_core(self) -> bool:
@@ -38,13 +39,15 @@ class Task:
 
 @dataclass(frozen=True)
 class Transfer:
-    """kind: a collective's (`autopar.cost.links.KINDS`); axes: "tp" or "cp"; wire_bytes: what a rank sends. attended: it brings attention its keys and
-    values or takes their gradients away, and may run beside it (ring attention)."""
+    """kind: a collective's (`autopar.cost.links.KINDS`); axes: names of `autopar.planner.expert_folding`, such as "tp" or "cp"; wire_bytes: what a
+    rank sends. attended: it brings attention its keys and values or takes their gradients away, and may run beside it (ring attention). routed: of rows sent to experts,
+    how many each token has chosen of how many."""
 
     kind: str
     axes: tuple[str, ...]
     wire_bytes: float
     attended: bool = False
+    routed: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

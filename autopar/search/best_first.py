@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from autopar.errors import LayoutError
+from autopar.planner.expert_folding import EXPERTS, named
 from autopar.search.bounds import Bounds
 from autopar.search.lower_bound import Pieces
 from autopar.search.price import Prices
@@ -97,7 +98,7 @@ class BestFirst:
         return [r.compared(self.found[0]) for r in self.found]
 
     def lower_bound(self, shape: Shape) -> Pieces:
-        return self.micros.lower_bound(shape.sequences, shape.ways, shape.ep)
+        return self.micros.lower_bound(shape.sequences, shape.ways, shape.ep, named(shape.together, routed=EXPERTS))
 
     def families(self, shape: Shape) -> Iterator[Family]:
         return families(self.space, shape, self.layers, self.bounds.runtime)

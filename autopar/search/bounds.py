@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from autopar.cost.model import Cost
 from autopar.hardware.cluster import Cluster
 from autopar.pipeline import Schedule, Times, lower_bound_s
+from autopar.planner.expert_folding import EXPERTS
 from autopar.predict import memory
 from autopar.predict.data import Windows, is_once_a_step, sharded_over, traffic
 from autopar.predict.held import Held
@@ -50,7 +51,7 @@ class Bounds:
     optimizer: str | type
     budget_bytes: float
     short_bytes: float = math.inf
-    _cost: dict[tuple[int, ...], Cost] = field(default_factory=dict)
+    _cost: dict[tuple[object, ...], Cost] = field(default_factory=dict)
     _halves: dict[tuple[Pieces, str, Shape | tuple[int, ...]], Halves] = field(default_factory=dict)
     _stages: dict[tuple[Pieces, int, int], list[dict[Piece, int]]] = field(default_factory=dict)
 
@@ -109,7 +110,7 @@ class Bounds:
     # ---- parts -----------------------------------------------------------------------------------------------------
 
     def cost(self, shape: Shape) -> Cost:
-        key = (shape.pp, shape.dp, shape.ep, shape.cp, shape.tp)
+        key = (shape.pp, shape.dp, shape.cp, shape.tp, shape.together)
         if key not in self._cost:
             layout = Family(shape, 1, "none").layout(0)
             self._cost[key] = cost_of(layout, shape.dp, self.runtime, part(self.cluster, shape.devices))
@@ -124,7 +125,12 @@ class Bounds:
         return self._halves[key]
 
     def _links(self, shape: Shape) -> tuple[int, ...]:
-        return () if shape.ep == 1 else (shape.ep, shape.cp * shape.tp, min(shape.devices, self.cluster.devices_per_node))
+        """Sizes of the group that experts are split over, and of what lies inside of it."""
+        if shape.ep == 1:
+            return ()
+        innermost = max(i for i, p in enumerate(shape.together) if p.routed == EXPERTS)
+        inside = math.prod(p.size for p in shape.together[innermost + 1 :])
+        return shape.ep, inside, min(shape.devices, self.cluster.devices_per_node)
 
     def stages(self, pieces: Pieces, schedule: Schedule) -> list[dict[Piece, int]]:
         key = (pieces, schedule.ranks, schedule.chunks)

@@ -64,7 +64,8 @@ class Cache:
             raise _unusable(path, short(str(e), 120)) from None
 
 
-def key_of(task: Task, tp: int, cp: int, ep: int, sequence_parallel: bool | None, fusion: str) -> str:
+def key_of(task: Task, share: tuple[int | bool | None, ...], fusion: str) -> str:
+    """share: sizes of the layout, how a micro-batch is split."""
     graph = task.folded.graph
     training = {f.name: v if not isinstance(v := getattr(task.training, f.name), frozenset) else sorted(v) for f in fields(task.training)}
     text = repr(
@@ -75,7 +76,7 @@ def key_of(task: Task, tp: int, cp: int, ep: int, sequence_parallel: bool | None
             "modules": [op.module for op in graph.ops],
             "setting": training,
             "cluster": task.cluster.model_dump_json(),
-            "share": (tp, cp, ep, sequence_parallel, fusion),
+            "share": (*share, fusion),
         }
     )
     return hashlib.sha256(text.encode()).hexdigest()
@@ -99,7 +100,7 @@ def _piece(row: dict[str, Any]) -> Piece:
 
 
 def _workload(row: dict[str, Any]) -> Workload:
-    transfers = {Transfer(**{**t, "axes": tuple(t["axes"])}): n for t, n in row["transfers"]}
+    transfers = {Transfer(**{**t, "axes": tuple(t["axes"]), "routed": t["routed"] and tuple(t["routed"])}): n for t, n in row["transfers"]}
     return Workload({Kernel(**t): n for t, n in row["tasks"]}, transfers)
 
 

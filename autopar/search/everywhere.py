@@ -158,7 +158,7 @@ def faster(model: nn.Module, inputs: Inputs, where: Cluster, best: Plan | None, 
     memory = how.get("memory")
     return search(
         model, inputs, where, global_batch=batch_of(inputs), top_k=2 * TRIED, memory=None if isinstance(memory, str) else memory,
-        options={"pp": depths, "ep": (1,), "offload": bool(how.get("offload")), "idle": False}, below_s=_seconds(best), **same,
+        options={"pp": depths, "ep": (1,), "expert_tp": (None,), "offload": bool(how.get("offload")), "idle": False}, below_s=_seconds(best), **same,
     )  # fmt: skip
 
 

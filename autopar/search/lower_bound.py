@@ -18,21 +18,32 @@ from autopar.predict.pieces import Piece
 from autopar.predict.work import Task, Transfer, Workload
 
 Pieces = tuple[Piece, ...]
-_HELD = ("saved_bytes", "spared_bytes", "input_bytes", "scores_bytes", "largest_bytes", "params", "shared", "routed", "experts_bytes")
+_HELD = (
+    "saved_bytes",
+    "spared_bytes",
+    "input_bytes",
+    "scores_bytes",
+    "largest_bytes",
+    "params",
+    "shared",
+    "routed",
+    "experts_bytes",
+    "rows_bytes",
+)
 
 
-def shared(pieces: Sequence[Piece], ways: int, ep: int = 1) -> Pieces:
-    """pieces: of a micro-batch on one device. ep: of the devices that share it, those that share routed experts."""
+def shared(pieces: Sequence[Piece], ways: int, ep: int = 1, axes: tuple[str, ...] = ("ep",)) -> Pieces:
+    """pieces: of a micro-batch on one device. ep: of the devices that share it, those that share routed experts; axes: what those are called."""
 
     def less(s: Workload, exchanges: Mapping[float, float]) -> Workload:
         out: dict[Task, float] = {}
         for t, n in s.tasks.items():
             small = replace(
                 t, flops=t.flops / ways, moved_bytes=t.moved_bytes / ways, even_flops=t.even_flops / ways, square_flops=t.square_flops / ways,
-                weights=t.weights / ways,
+                weights=t.weights / ways, remade_flops=t.remade_flops / ways,
             )  # fmt: skip
             out[small] = out.get(small, 0.0) + n
-        sent = {Transfer("all_to_all", ("ep",), nbytes / ways * (ep - 1) / ep): n for nbytes, n in exchanges.items()}
+        sent = {Transfer("all_to_all", axes, nbytes / ways * (ep - 1) / ep): n for nbytes, n in exchanges.items()}
         return Workload(out, sent if ep > 1 else {})
 
     return tuple(

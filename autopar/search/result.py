@@ -42,7 +42,19 @@ class Ranked:
     def order(self) -> tuple[Any, ...]:
         """The fastest first; of equals, that of less memory, then by sizes."""
         lay = self.layout
-        sizes = (lay.pp, lay.virtual, lay.tp, lay.cp, lay.dp, lay.ep, lay.micro_batch, lay.zero, lay.recompute, str(lay.sequence_parallel))
+        sizes = (
+            lay.pp,
+            lay.virtual,
+            lay.tp,
+            lay.cp,
+            lay.dp,
+            lay.ep,
+            lay.expert_tp or 0,
+            lay.micro_batch,
+            lay.zero,
+            lay.recompute,
+            str(lay.sequence_parallel),
+        )
         return (self.prediction.step_time_s, self.prediction.peak_bytes, *sizes)
 
     def compared(self, best: Ranked) -> Ranked:
@@ -63,7 +75,7 @@ class Progress:
 def difference(best: Ranked, other: Ranked) -> str:
     """How `other` is laid out otherwise, and what that adds to the best's step, most first."""
     a, b = best.layout, other.layout
-    names = ("tp", "cp", "pp", "dp", "ep", "virtual", "micro_batch", "zero", "recompute", "offload", "sequence_parallel")
+    names = ("tp", "cp", "pp", "dp", "ep", "expert_tp", "virtual", "micro_batch", "zero", "recompute", "offload", "sequence_parallel")
     changed = [
         f"{n.replace('_', '-')} {_short(getattr(b, n))} for {_short(getattr(a, n))}" for n in names if getattr(a, n) != getattr(b, n)
     ]

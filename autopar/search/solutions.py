@@ -1,4 +1,4 @@
-"""Micro-batches of one replica, or of the ep replicas that share experts: captured once for each size, solved once for each way to share them, whatever stands around them.
+"""Micro-batches of one replica, or of those that share experts: captured once for each size, solved once for each way to share them, whatever stands around them.
 
 What was solved is kept in the cache; it is captured again, because only the program itself says whether an answer is its answer.
 """
@@ -29,7 +29,7 @@ from autopar.search.cache import Cache, key_of
 from autopar.search.lower_bound import Pieces, shared
 from autopar.search.space import Shape
 
-Share = tuple[int, int, int, int, bool | None]  # sequences, tp, cp, ep, sequence parallel
+Share = tuple[int, int, int, int, int | None, bool | None]  # sequences, tp, cp, ep, expert_tp, sequence parallel
 
 
 @dataclass
@@ -46,7 +46,7 @@ class MicroBatches:
     tasks: dict[int, Task] = field(default_factory=dict)
     solved: dict[Share, Pieces | None] = field(default_factory=dict)
     _keys: dict[Share, str] = field(default_factory=dict)
-    _lower_bounds: dict[tuple[int, int, int], Pieces] = field(default_factory=dict)
+    _lower_bounds: dict[tuple[int, int, int, tuple[str, ...]], Pieces] = field(default_factory=dict)
 
     def is_solved(self, shape: Shape) -> bool:
         return share_of(shape) in self.solved
@@ -67,12 +67,16 @@ class MicroBatches:
         """None where the model cannot be shared so."""
         return self.solved[share_of(shape)]
 
-    def alone(self, size: int) -> Pieces:
-        """Of a micro-batch on one device."""
-        share = (size, 1, 1, 1, None)
+    def of(self, layout: Layout) -> Pieces | None:
+        """As `pieces`, of a layout that no shape stands for; solved now if it was not."""
+        share = share_of_layout(layout)
         if share not in self.solved:
             self.solve([share])
-        found = self.solved[share]
+        return self.solved[share]
+
+    def alone(self, size: int) -> Pieces:
+        """Of a micro-batch on one device."""
+        found = self.of(Layout(micro_batch=size))
         assert found is not None
         return found
 
@@ -81,11 +85,13 @@ class MicroBatches:
         found = (experts_of(rule) for op in self.task(size).folded.graph.ops if (rule := lookup(op)).pairs)
         return math.gcd(*found) or 1
 
-    def lower_bound(self, size: int, ways: int, ep: int = 1) -> Pieces:
-        """At most the pieces of so many sequences that so many devices share, ep of which share experts."""
-        if (size, ways, ep) not in self._lower_bounds:
-            self._lower_bounds[size, ways, ep] = shared(self.alone(size), ways, ep)
-        return self._lower_bounds[size, ways, ep]
+    def lower_bound(self, size: int, ways: int, ep: int = 1, axes: tuple[str, ...] = ("ep",)) -> Pieces:
+        """At most the pieces of so many sequences that so many devices share, ep of which, on `axes`, share experts."""
+        key = size, ways, ep, axes
+        if key not in self._lower_bounds:
+            as_ours = not (self.runtime.two_level or self.runtime.keeps_rows)  # of others' exchanges there are fewer, or of fewer bytes
+            self._lower_bounds[key] = shared(self.alone(size), ways, ep if as_ours else 1, axes)
+        return self._lower_bounds[key]
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 
@@ -107,25 +113,30 @@ class MicroBatches:
 
     def key(self, share: Share) -> str:
         if share not in self._keys:
-            size, tp, cp, ep, sequence_parallel = share
-            self._keys[share] = key_of(self.task(size), tp, cp, ep, sequence_parallel, self.runtime.fusion)
+            self._keys[share] = key_of(self.task(share[0]), share[1:], self.runtime.fusion)
         return self._keys[share]
 
     def answer(self, share: Share) -> Pieces | None:
-        size, tp, cp, ep, sequence_parallel = share
-        layout = Layout(tp=tp, cp=cp, ep=ep, micro_batch=size // ep, sequence_parallel=sequence_parallel)
+        size, tp, cp, ep, expert_tp, sequence_parallel = share
+        layout = Layout(tp=tp, cp=cp, ep=ep, expert_tp=expert_tp, sequence_parallel=sequence_parallel)
         try:
             return pieces(answered(self.task(size), layout), self.runtime.fusion)
         except LayoutError:
-            if tp * cp * ep == 1:
+            if not layout.together:
                 raise
             return None
 
 
 def share_of(shape: Shape) -> Share:
-    return (shape.sequences, shape.tp, shape.cp, shape.ep, shape.sequence_parallel)
+    return (shape.sequences, shape.tp, shape.cp, shape.ep, shape.expert_tp, shape.sequence_parallel)
+
+
+def share_of_layout(layout: Layout) -> Share:
+    return (layout.micro_batch * layout.sharing, layout.tp, layout.cp, layout.ep, layout.expert_tp, layout.sequence_parallel)
 
 
 def said(share: Share) -> str:
-    size, tp, cp, ep, _ = share
-    return f"micro-batch {size // ep} on tp {tp} x cp {cp}" + (f" x ep {ep}" if ep > 1 else "")
+    size, tp, cp, ep, expert_tp, _ = share
+    sharing = Layout(tp=tp, cp=cp, ep=ep, expert_tp=expert_tp).sharing
+    folded = "" if expert_tp is None else f", expert-tp {expert_tp}"
+    return f"micro-batch {size // sharing} on tp {tp} x cp {cp}" + (f" x ep {ep}" if ep > 1 else "") + folded

@@ -12,12 +12,15 @@ Not tried, because something tried is never worse: gpipe (1f1b takes as long and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from autopar.errors import LayoutError
 from autopar.hardware.cluster import Cluster
+from autopar.planner.expert_folding import DATA, ROLES, Part, together
 from autopar.planner.layout import RECOMPUTE, Layout
 from autopar.predict.runtime import Runtime
 
@@ -28,7 +31,8 @@ MICRO_BATCHES = (1, 2, 4, 8)
 class Space:
     """Sizes that are tried; None for what is usual.
 
-    ep: divisors of the number of routed experts, of the ranks that have data; where tp or cp is 1 (`Layout` has two roles for a micro-batch's devices).
+    ep: divisors of the number of routed experts. expert_tp: of models with routed experts; None, as all else is split, and 1, experts over the ranks of tp and cp, too.
+    Both where a micro-batch's devices have two roles then (`Layout`).
     tp: powers of two and divisors, up to a node's devices. cp: powers of two up to a node's devices that divide the sequence. pp: divisors of the devices and of the layers.
     virtual: all that deal the layers evenly, but for the first and the last stage, which may have one less. micro_batch: 1 to 8. offload: whether
     activations may be kept in host memory. sequence_parallel: None is as is fastest. idle: whether devices may be left without work. whole_nodes: whether
@@ -47,10 +51,13 @@ class Space:
     idle: bool = True
     whole_nodes: bool = True
     ep: tuple[int, ...] | None = None
+    expert_tp: tuple[int | None, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tp", "cp", "pp", "ep", "virtual", "micro_batch"):
+        for name in ("tp", "cp", "pp", "ep", "expert_tp", "virtual", "micro_batch"):
             sizes = getattr(self, name)
+            if name == "expert_tp" and sizes:
+                sizes = tuple(1 if n is None else n for n in sizes)
             if sizes is not None and (not sizes or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes)):
                 raise LayoutError(f"{name} is {sizes!r}", where="what is searched", fix="give whole numbers from 1, or leave it out")
         for name, known in (("zero", (0, 1, 2, 3)), ("recompute", RECOMPUTE), ("sequence_parallel", (None, False, True))):
@@ -75,7 +82,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Shape:
-    """micro_batches: of a step, of each of the dp replicas, ep of which share routed experts."""
+    """micro_batches: of a step, of each of the dp replicas, some of which share routed experts (`Layout`)."""
 
     micro_batch: int
     tp: int
@@ -85,20 +92,31 @@ class Shape:
     micro_batches: int
     sequence_parallel: bool | None = None
     ep: int = 1
+    expert_tp: int | None = None
 
     @property
     def devices(self) -> int:
         return self.tp * self.cp * self.pp * self.dp
 
     @property
+    def together(self) -> tuple[Part, ...]:
+        """What the devices do that share them, the outermost first."""
+        return together(self.tp, self.cp, self.ep, self.expert_tp)
+
+    @property
+    def sharing(self) -> int:
+        """Replicas whose micro-batches are computed together."""
+        return math.prod(p.size for p in self.together if p.dense == DATA)
+
+    @property
     def sequences(self) -> int:
         """Of the micro-batches that are computed together."""
-        return self.micro_batch * self.ep
+        return self.micro_batch * self.sharing
 
     @property
     def ways(self) -> int:
         """Devices that share them."""
-        return self.tp * self.cp * self.ep
+        return self.tp * self.cp * self.sharing
 
 
 @dataclass(frozen=True)
@@ -111,7 +129,7 @@ class Family:
         s = self.shape
         return Layout(
             tp=s.tp, cp=s.cp, pp=s.pp, dp=s.dp, virtual=self.virtual, micro_batch=s.micro_batch, zero=zero, recompute=self.recompute,
-            offload=offload, sequence_parallel=s.sequence_parallel, ep=s.ep,
+            offload=offload, sequence_parallel=s.sequence_parallel, ep=s.ep, expert_tp=s.expert_tp,
         )  # fmt: skip
 
 
@@ -122,6 +140,8 @@ def shapes(space: Space, cluster: Cluster, global_batch: int, tokens: int, layer
     cps = space.cp or tuple(n for n in _powers(node) if tokens % n == 0)
     pps = space.pp or tuple(n for n in sorted({*_divisors(size), *_divisors(max(1, layers))}) if n <= layers + 2)
     eps = [n for n in space.ep or _divisors(experts) if experts % n == 0]
+    etps = (None, 1) if space.expert_tp is None else space.expert_tp
+    etps = etps if experts > 1 else (None,)
     for b in space.micro_batch:
         if global_batch % b:
             continue
@@ -135,13 +155,28 @@ def shapes(space: Space, cluster: Cluster, global_batch: int, tokens: int, layer
                         n = tp * cp * pp * dp
                         if (n == size if not space.idle else n <= size) and (n <= node or n % node == 0 or not space.whole_nodes):
                             for sp in space.sequence_parallel if tp > 1 else (None,):
-                                for ep in eps if min(tp, cp) == 1 else {1} & {*eps}:
-                                    if dp % ep == 0:
-                                        yield Shape(b, tp, cp, pp, dp, global_batch // b // dp, sp, ep)
+                                for ep, expert_tp in itertools.product(eps, etps):
+                                    shape = Shape(b, tp, cp, pp, dp, global_batch // b // dp, sp, ep, expert_tp)
+                                    if _is_new(shape, etps) and dp % shape.sharing == 0:
+                                        yield shape
+
+
+def _is_new(shape: Shape, etps: Sequence[int | None]) -> bool:
+    """Whether there is such a layout, and experts lie otherwise than where nothing is said of them, if that is tried."""
+    try:
+        mine = shape.together
+    except LayoutError:
+        return False
+    said = shape.expert_tp is not None and None in etps
+    return len(mine) <= ROLES and not (said and mine == together(shape.tp, shape.cp, shape.ep, None))
 
 
 def refuse_ep(space: Space, experts: int) -> None:
-    """Raises LayoutError where none of the ep that are asked for can be."""
+    """Raises LayoutError where none of the ep that are asked for can be, or none of expert_tp."""
+    if space.expert_tp is not None and None not in space.expert_tp and experts == 1:
+        raise LayoutError(
+            f"expert_tp is {space.expert_tp!r}, and there are no routed experts", where="what is searched", fix="leave expert_tp out"
+        )
     if space.ep is not None and all(experts % n for n in space.ep):
         raise LayoutError(
             f"ep is {space.ep!r}, and {f'{experts} experts are not' if experts > 1 else 'there are no routed experts to be'} shared so",

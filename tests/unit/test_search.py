@@ -98,11 +98,10 @@ def run(
     return of.run(), of
 
 
-def pieces(kind: str, size: int, tp: int, cp: int, runtime: str | Runtime = "autopar", ep: int = 1) -> Pieces | None:
-    m, share = micros(kind, runtime), (size * ep, tp, cp, ep, None)
-    if share not in m.solved:
-        m.solve([share])
-    return m.solved[share]
+def pieces(
+    kind: str, size: int, tp: int, cp: int, runtime: str | Runtime = "autopar", ep: int = 1, expert_tp: int | None = None
+) -> Pieces | None:
+    return micros(kind, runtime).of(Layout(tp=tp, cp=cp, ep=ep, expert_tp=expert_tp, micro_batch=size))
 
 
 @cache
@@ -111,13 +110,17 @@ def everything(kind: str, devices: str, runtime: str | Runtime = "autopar") -> l
     cluster, how, depth = Cluster.of(devices), Runtime.of(runtime), {"llama": 4, "gpt2": 3, "moe": 2}[kind]
     node = cluster.devices_per_node
     out = []
-    for size, tp, cp, ep in itertools.product(SIZES, WAYS, *(((1,), (1, 2, 4)) if kind == "moe" else (WAYS, (1,)))):
-        if ep > 1 and min(tp, cp) > 1:
+    for size, tp, *others in itertools.product(SIZES, WAYS, *(((1,), (1, 2, 4), (None, 1)) if kind == "moe" else (WAYS, (1,), (None,)))):
+        cp, ep, expert_tp = others
+        if tp * cp == 1 and expert_tp:
+            continue  # the same
+        try:
+            found = pieces(kind, size, tp, cp, runtime, ep, expert_tp)
+        except LayoutError:  # more than two roles
             continue
-        found = pieces(kind, size, tp, cp, runtime, ep)
         for pp, dp in itertools.product(range(1, cluster.size + 1), repeat=2):
             n = tp * cp * pp * dp
-            if found is None or dp % ep or n > cluster.size or (n > node and n % node) or (cluster.size % pp and depth % pp):
+            if found is None or n > cluster.size or (n > node and n % node) or (cluster.size % pp and depth % pp):
                 continue
             for v, recompute, zero in itertools.product(range(1, depth + 3), ("none", "selective", "balanced", "full"), range(4)):
                 if v > 1 and (pp == 1 or all((depth + short) % (pp * v) for short in range(3))):
@@ -126,7 +129,9 @@ def everything(kind: str, devices: str, runtime: str | Runtime = "autopar") -> l
                     continue
                 if recompute == "selective" and not how.unfused_passes:
                     continue
-                layout = Layout(tp=tp, cp=cp, pp=pp, dp=dp, virtual=v, micro_batch=size, recompute=recompute, zero=zero, ep=ep)
+                layout = Layout(
+                    tp=tp, cp=cp, pp=pp, dp=dp, virtual=v, micro_batch=size, recompute=recompute, zero=zero, ep=ep, expert_tp=expert_tp
+                )
                 with contextlib.suppress(LayoutError):  # sizes do not divide
                     out.append((priced(found, "", part(cluster, n), layout, how, BATCH, SEQUENCE, "bfloat16", "adamw"), layout))
     return out
@@ -173,6 +178,12 @@ def test_equal_to_enumeration_with_routed_experts() -> None:
     best = run("moe", slow, space=replace(space, ep=(2, 4), idle=False))[0][0]
     # Sizes that were not captured are told by others; `predict` captures what it is asked for.
     assert autopar.predict(model("moe"), inputs(), best.cluster, best.layout, global_batch=BATCH).step_time_s == best.prediction.step_time_s
+    tensor = replace(space, tp=(2,), pp=(1,), ep=(2,), idle=False)
+    folded, plain = (run("moe", slow, space=replace(tensor, expert_tp=(n,)))[0][0] for n in (1, None))
+    assert (folded.layout.expert_tp, plain.layout.expert_tp) == (1, None) and "expert-tp 1" in str(folded.layout)
+    assert run("moe", slow, space=tensor)[0][0].prediction.step_time_s == min(x.prediction.step_time_s for x in (folded, plain))
+    with pytest.raises(LayoutError, match="expert_tp is \\(1,\\), and there are no routed experts"):
+        run("llama", slow, space=replace(SPACE, expert_tp=(1,)))
     with pytest.raises(LayoutError, match="4 experts are not shared so"):
         run("moe", slow, space=replace(SPACE, ep=(3,)))
     with pytest.raises(LayoutError, match="no routed experts to be shared so"):
@@ -198,10 +209,21 @@ def test_bounds_hold(kind: str) -> None:
     bounds = Bounds(SPACE, Cluster.of(devices), Runtime.of("autopar"), "adamw", math.inf)
     near = 0
     for done, layout in everything(kind, devices):
-        shape = Shape(layout.micro_batch, layout.tp, layout.cp, layout.pp, layout.dp or 1, done.micro_batches, ep=layout.ep)
+        shape = Shape(
+            layout.micro_batch,
+            layout.tp,
+            layout.cp,
+            layout.pp,
+            layout.dp or 1,
+            done.micro_batches,
+            ep=layout.ep,
+            expert_tp=layout.expert_tp,
+        )
         family = Family(shape, layout.virtual, layout.recompute)
-        real = pieces(kind, shape.micro_batch, shape.tp, shape.cp, ep=shape.ep)
-        ideal = micros(kind, "autopar").lower_bound(shape.sequences, shape.ways, shape.ep)
+        real = pieces(kind, shape.micro_batch, shape.tp, shape.cp, ep=shape.ep, expert_tp=shape.expert_tp)
+        ideal = micros(kind, "autopar").lower_bound(
+            shape.sequences, shape.ways, shape.ep, tuple(p.name for p in shape.together if p.routed == "experts")
+        )
         lows = [bounds.family_s(real, family, True), bounds.family_s(ideal, family, False), bounds.shape_s(ideal, shape)]
         assert all(low <= done.step_time_s for low in lows), layout
         near += lows[0] > 0.9 * done.step_time_s

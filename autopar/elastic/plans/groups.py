@@ -112,7 +112,7 @@ class Groups:
         missing then, bytes. Pipelines have one stage a rank, which any number of parts may go through; experts are not shared, since ranks may have one part less.
         """
         where = survivors(self.cluster, devices)
-        space = Space(micro_batch=(self.micro_batch,), idle=False, whole_nodes=False, ep=(1,), virtual=(1,))
+        space = Space(micro_batch=(self.micro_batch,), idle=False, whole_nodes=False, ep=(1,), expert_tp=(None,), virtual=(1,))
         bounds = Bounds(space, where, self.runtime, self.optimizer, self.budget_bytes)
         batch = self.micro_batch * each * devices
         prices = Prices(bounds, type(self.model).__name__, batch, tokens_of(self.inputs), self.precision)

@@ -6,7 +6,8 @@ A layout gives every mesh axis a role, and a role says where an axis may stand:
     context  heavy operators and the loss split another loop of the inputs over it: the sequence
     tensor   heavy operators with a parameter split a loop of that parameter over it (columns, rows, the vocabulary), others a loop that is not of
              the inputs (attention's heads). Outside of the repeated layers, where such a loop does not divide (a vocabulary of 50,257), tokens.
-    experts  a data axis, over which routed experts are split beside tokens
+    experts  a data axis, over which routed experts are split beside tokens. With `Layout.expert_features` any axis may be one, whatever it does for all
+             else: routed experts split their features over those named there, and tokens over the rest
     shard    parameters are stored split over it, as far as they divide; over data axes that do not shard they are replicated
 
 Cheap operators are free: between a column and a row product the stream may so be whole or split along the sequence, whichever is faster
@@ -75,18 +76,22 @@ def by_role(layout: Layout, mesh: Mesh) -> Mesh:
             fix="name every axis in data=, tensor= or context=",
         )
 
-    data, shard, experts = set(layout.data), set(layout.shard), set(layout.experts)
-    if len([x for x in (layout.tensor, layout.context, experts, shard - experts, data - shard - experts) if x]) > 2:
+    def role(axis: str) -> str:
+        named = {"context": layout.context, "tensor": layout.tensor, "experts": layout.experts, "shard": layout.shard}
+        first = next((said for said, axes in named.items() if axis in axes), "data")
+        if layout.expert_features is None:
+            return first
+        inner = "features" if axis in layout.expert_features else "experts" if axis in layout.experts else "tokens"
+        usual = {"tensor": "features", "experts": "experts"}.get(first, "tokens")
+        return first if inner == usual else f"{first}, {inner}"
+
+    roles = {role(a.name) for a in mesh.axes if a.size > 1}
+    if len(roles) > 2:
         raise LayoutError(
             f"layout {layout.name} gives axes three roles",
             where=f"mesh {_said(mesh)}",
             fix="give two: with tensor, context or expert axes, shard parameters over all other data axes or none",
         )
-
-    def role(axis: str) -> str:
-        named = {"context": layout.context, "tensor": layout.tensor, "experts": layout.experts, "shard": layout.shard}
-        return next((said for said, axes in named.items() if axis in axes), "data")
-
     return Mesh(tuple(replace(a, parent=role(a.name)) for a in mesh.axes))
 
 
@@ -242,6 +247,10 @@ class _Roles:
         at = dict(chosen.split).get(axis)
         if rule.pairs and axis in self.layout.experts:
             return at is not None and at[0] in rule.pairs
+        if rule.pairs and self.layout.expert_features is not None:
+            tokens = set(rule.pairs.values())
+            inside = {x.letter for x in features} - tokens - set(rule.pairs)
+            return at is not None and at[0] in (inside if axis in self.layout.expert_features else tokens)
         of_inputs = loops.batch if axis in self.layout.data else loops.others if axis in self.layout.context else None
         if of_inputs is not None and not of_inputs:
             return True
@@ -280,7 +289,7 @@ class _Roles:
         """Split over as many shard axes as any option is that a DTensor on the user's axes can be, over no data axis that does not shard. Routed experts lie split over
         the axes that split them, too."""
         shard = {*self.layout.shard, *(self.layout.experts if of_experts else ())}
-        free = shard | set(self.layout.tensor) | set(self.layout.context)
+        free = shard | set(self.layout.tensor) | set(self.layout.context) | set((self.layout.expert_features or ()) if of_experts else ())
         plain = [representable(o.placement, self.user) == o.placement for o in options]
         mine = {i: o.placement.where for i, o in enumerate(options) if plain[i] and free.issuperset(o.placement.where)}
         ways = {i: self.mesh.sizes_product(tuple(a for a in shard if a in where)) for i, where in mine.items()}
