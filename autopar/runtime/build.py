@@ -36,7 +36,7 @@ from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
 from autopar.graph.varying import Varying
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.detect import here
+from autopar.hardware.detect import here, with_triton_of
 from autopar.offload import OffloadSettings, close_store, next_number, numbered, open_store
 from autopar.passes.stages.separate import owner
 from autopar.plan.decisions import ParamChoice
@@ -127,7 +127,7 @@ class Builder:
             refuse_other_mesh(request.plan, self.groups.axes)
         elif layout is None and cluster is None:
             cluster = here(self.device, self.mesh.size)
-        return (layout, cluster), self.facts()
+        return (layout, None if cluster is None else with_triton_of(cluster, self.device)), self.facts()
 
     def links_of(self, mesh: Mesh) -> Cost | None:
         """Prices of the cluster this runs on, on a mesh; None where it is none that there is a description of. Collective, where they are not known of one as large."""
