@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.page_parts import Result, case, listed, origin, share, size, table
-from benchmarks.page_plans import by_hand, context, freedoms, layouts, planning, toys
+from benchmarks.page_plans import by_hand, context, freedoms, layouts, patterns, planning, toys
 from benchmarks.page_steps import image_steps, pipeline_steps
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -477,7 +477,7 @@ ratios say something. gloo was later than the link by {share(r["late_s"] / r["bu
 
 
 SECTIONS: tuple[Callable[[dict[str, Result]], str], ...] = (
-    one_gpu, one_curve, published, steps, equal_memory, equal_memory_measured, offloaded, planning, restructured, layouts, by_hand, toys, context, building, overlap, lengths, second_start, experts, loss_head, elastic, image_steps, pipeline_steps, freedoms,
+    one_gpu, one_curve, published, steps, equal_memory, equal_memory_measured, offloaded, planning, restructured, layouts, by_hand, toys, context, building, overlap, lengths, second_start, experts, loss_head, patterns, elastic, image_steps, pipeline_steps, freedoms,
 )  # fmt: skip
 
 
