@@ -182,3 +182,26 @@ Not priced:
 {left}
 
 {origin(results, "published_experts")}"""
+
+
+def patterns(results: dict[str, Result]) -> str:
+    r = results["patterns"]
+    told = [x for x in r["rows"] if "found" in x]
+    left = [f"{x['class'] or x['model']} ({x['error'].partition(':')[0]})" for x in r["rows"] if "error" in x]
+    columns = ("attention", "softmax", "random", "experts", "gates of a known form")
+    rows = [
+        [x["model"], f"{x['found']['loss head']} of {x['found']['losses over classes']}", *(str(x["found"][c] or "") for c in columns)]
+        for x in told
+    ]
+    heads = sum(x["found"]["loss head"] for x in told)
+    losses = sum(x["found"]["losses over classes"] for x in told)
+    return f"""## What is found in models
+
+Training calls of {len(told)} architectures of transformers, unmodified, of small sizes and random numbers: calls of forward in the captured program that are, or become, operators of ours. Of
+losses over classes {heads} of {losses} are found with the linear layer under them, which then makes no logits. Attention is one operator where a model calls torch's, without dropout of its weights;
+what else has a softmax (attention of a model's own, routers of experts) stands in the column beside it. Random operators draw from a counter. A gate of a known form runs as a Triton kernel on GPUs that have them.
+{f"Not captured at these sizes: {', '.join(left)}." if left else "All are captured."}
+
+{table(["head, model", "loss head", "attention", "other softmax", "random", "experts", "their gates"], rows)}
+
+{origin(results, "patterns")}"""

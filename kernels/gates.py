@@ -1,8 +1,8 @@
 """What experts do between their two products, as traced graphs under names: rows [S, G] -> rows [S, F], and the gradient.
 
 Families of models differ here and nowhere else (SwiGLU, GeGLU, clamped and scaled forms, a plain activation), and say it as Python. A body of an operator
-cannot differentiate Python, for autograd is above it: both directions are traced once, with rows and features as symbols. The name is a hash of what was traced,
-so that it is the same in every process, in plans and in compiled code.
+cannot differentiate Python, for autograd is above it: both directions are traced once, with rows and features as symbols. The name ends in a hash of what was
+traced, so that it is the same in every process, in plans and in compiled code; it begins with the form's kind (`gate_forms.py`), or `NO_FORM`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.kernels.gate_forms import GateForm, form_of
+from autopar.kernels.triton_takes import NO_FORM
 
 # Sizes that no constant of a model has: a trace that works with them depends on none.
 ROWS, FEATURES = 7, 46
@@ -45,7 +46,8 @@ def named(fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> str | None:
     if found is None:
         return None
     text = "\n".join([str(dtype), found.forward.code, found.backward.code])
-    name = "gate_" + hashlib.sha256(text.encode()).hexdigest()[:16]
+    kind = NO_FORM if found.form is None else found.form.kind
+    name = f"{kind}_gate_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     _GATES.setdefault(name, found)
     return name
 

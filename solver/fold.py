@@ -13,11 +13,11 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autopar.graph.graph import Graph
+from autopar.graph.graph import Graph, Op
 from autopar.solver.backward_stacks import with_backward
 from autopar.solver.correspondence import generic, homes_of, token
 from autopar.solver.forward_stacks import forward_stacks
@@ -52,6 +52,10 @@ class Folded:
     def depth(self) -> dict[str, int]:
         """Layers in every repeated stack."""
         return {s.name: s.layers * n for s, n in zip(self.stacks, self.copies, strict=True)}
+
+    def counted(self) -> Iterator[tuple[Op, int]]:
+        """Representatives, and how many of the program each stands for."""
+        return ((op, self.count[op.name]) for op in self.graph.ops if self.rep[op.name] == op.name)
 
     @cached_property
     def lines(self) -> tuple[tuple[str, int], ...]:

@@ -6,11 +6,14 @@ Inductor is told of an H100: the code that it writes is taken before it would be
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import importlib
 import importlib.util
 import os
 import re
 import subprocess
+import tempfile
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,8 +59,7 @@ def codes_for_cuda(capability: int = 90) -> Iterator[list[str]]:
         importlib.import_module("triton.backends.compiler").GPUTarget("cuda", capability, 32),
     )
     card = types.SimpleNamespace(major=capability // 10, minor=capability % 10, **_H100)
-    if hasattr(torch._C, "_ensureCUDADeviceGuardSet"):
-        torch._C._ensureCUDADeviceGuardSet()
+    _guard()
     known: dict[str, Any] = {
         "is_available": lambda: True, "current_device": lambda: 0, "device_count": lambda: 1, "get_device_properties": lambda device=None: card,
         "get_compute_capability": lambda device=None: capability, "get_raw_stream": lambda device: 0, "synchronize": lambda device=None: None,
@@ -96,6 +98,29 @@ def codes_for_cuda(capability: int = 90) -> Iterator[list[str]]:
         stack.enter_context(config.patch({**launchers, "fx_graph_cache": False, "compile_threads": 1, "worker_start_method": "subprocess"}))
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
         yield found
+
+
+@functools.cache
+def _guard() -> None:
+    """Methods of Tensor (copy_, contiguous) on fake CUDA tensors enter a device guard, of which torch's CPU build has none, and refuses. Decompositions call them.
+
+    silu_backward, whose CUDA kernel is missing there, is decomposed in C++ to such. For the rest of the process, as torch does where it has CUDA but no device.
+    """
+    if torch.backends.cuda.is_built():
+        torch._C._ensureCUDADeviceGuardSet()
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch.utils.cpp_extension import include_paths
+
+    text = """#include <c10/core/impl/DeviceGuardImplInterface.h>
+        C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>)"""
+    libraries = os.path.join(os.path.dirname(torch.__file__), "lib")
+    with tempfile.TemporaryDirectory() as folder:
+        made = os.path.join(folder, "guard.so")
+        include = [f"-I{path}" for path in include_paths()]
+        command = [get_cpp_compiler(), "-std=c++20", "-shared", "-fPIC", "-x", "c++", "-", *include, f"-L{libraries}", "-lc10", "-o", made]
+        subprocess.run(command, input=text, text=True, check=True)
+        ctypes.CDLL(made)  # stays loaded when the file is gone
 
 
 def is_taken(error: BaseException | None) -> bool:

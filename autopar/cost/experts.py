@@ -4,6 +4,9 @@ rows that its experts get.
     load       S = R at even load. Where experts are split over W ranks the fullest of them gets S = min(imbalance, W) R: all wait for it, so it is
                what is priced
     FLOPs      forward 2 S (D G + F D): both products. Backward makes h again: 2 S D G three times (h, dh -> dx, dW1), 2 S F D twice (da, dW2)
+    passes     S (6 D + 2 G + 2 F) values forward, S (10 D + 4 G + 5 F) backward: rows put in order by expert, products, a gate in one pass, rows put in
+               order again and summed. A Triton kernel that sums (`autopar.kernels.triton.combine`) reads rows where they are, which leaves 4 D of forward's;
+               backward is about as the body with kernels is, 10 D + 5 G + 4 F
     memory     besides operands and results, at the worst moment of the body: rows, what stands between the products, gradients of both; of a gate as SwiGLU is
     exchange   over the axes that split experts: rows of x to their experts and of y back; backward x, the gradient, and dx: S D values each, but for the
                W-th part that stays
@@ -19,6 +22,7 @@ from collections.abc import Mapping
 from autopar.graph.graph import DTYPE_BYTES, Op
 from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
+from autopar.hardware.parts import Device
 from autopar.rules.experts import BACKWARD, FORWARD
 from autopar.rules.grammar import Rule
 from autopar.rules.strategy import Strategy
@@ -51,9 +55,16 @@ def kept_bytes(op: Op, rule: Rule, strategy: Strategy, n: Mapping[str, int], mes
     return float(load_of(rule, strategy, mesh, imbalance) * _rows(n) * values * _itemsize(op))
 
 
-def moved_bytes(op: Op, n: Mapping[str, int]) -> float:
+def combined_in_triton(op: Op, device: Device) -> bool:
+    """Whether a kernel sums what experts made of a token."""
+    x, _, scores, _, w2 = (t.dtype for t in op.inputs[op.target == BACKWARD :][:5])
+    return not device.why_no_triton(w2, x, *([scores] if op.target == FORWARD else []))
+
+
+def moved_bytes(op: Op, n: Mapping[str, int], triton: bool = False) -> float:
+    """triton: as `combined_in_triton` says."""
     d, g, f = n["d"], n["u"] * n["f"], n["f"]
-    values = 6 * d + 2 * g + 2 * f if op.target == FORWARD else 10 * d + 4 * g + 5 * f
+    values = (4 if triton else 6) * d + 2 * g + 2 * f if op.target == FORWARD else 10 * d + 4 * g + 5 * f
     return float(_rows(n) * values * _itemsize(op))
 
 

@@ -5,7 +5,12 @@
     workspace  a tile's scores and what is made of them; gradients that are added up in float32
     exchange   over the axes that split words: the largest score of every token, then a sum of two or three numbers a token
 
-A pass counts where it reads or writes each score once: a product's result, a kernel's operand, another product's operand.
+A pass counts where it reads or writes each score once: a product's result, a kernel's operand, another product's operand. Triton kernels leave
+
+    forward    2 passes: the product writes scores, the kernel reads them
+    backward   3, and one more for each of the gradients of h and w that is wanted: the product writes, the kernel reads and writes in place, products read
+
+all in the operands' dtype, whether scores are scaled, capped or neither; and a tile's scores once, in that dtype.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from collections.abc import Mapping
 from autopar.graph.graph import DTYPE_BYTES, Op
 from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
+from autopar.hardware.parts import Device
 from autopar.kernels.tiles import sides
 from autopar.rules.loss_head import BACKWARD, FORWARD
 from autopar.rules.strategy import Strategy
@@ -25,6 +31,7 @@ WIDE_PASSES = {FORWARD: 4, BACKWARD: 6}
 SCALED_PASSES = {FORWARD: 3, BACKWARD: 5}
 CAPPED_PASSES = {FORWARD: 7, BACKWARD: 18}
 KERNELS = {FORWARD: 12, BACKWARD: 14}  # launches a tile
+TRITON_PASSES = {FORWARD: 2, BACKWARD: 3}  # besides products of scores
 
 
 def is_loss_head(op: Op) -> bool:
@@ -67,28 +74,43 @@ def products(op: Op) -> int:
     return 1 + sum(_wanted(op))
 
 
-def launches(op: Op, n: Mapping[str, int]) -> int:
+def in_triton(op: Op, device: Device) -> bool:
+    """Whether kernels make the passes over scores."""
+    return not device.why_no_triton(dtype(op))
+
+
+def launches(op: Op, n: Mapping[str, int], triton: bool = False) -> int:
+    """triton: as `in_triton` says. A product that is added to what is wider is two kernels."""
     _, _, along_tokens, along_words = _shape(op, n)
-    return along_tokens * along_words * KERNELS[op.target]
+    if not triton:
+        return along_tokens * along_words * KERNELS[op.target]
+    narrow, wide = _itemsizes(op)
+    of_h, of_w = _wanted(op)
+    added = of_h * (1 + (narrow < wide and along_words > 1)) + of_w * (1 + (narrow < wide and along_tokens > 1))
+    return along_tokens * along_words * (2 + added)
 
 
-def passes_bytes(op: Op, n: Mapping[str, int]) -> float:
+def passes_bytes(op: Op, n: Mapping[str, int], triton: bool = False) -> float:
     narrow, wide = _itemsizes(op)
     _, _, along_tokens, along_words = _shape(op, n)
     scale, cap = _scaled(op)
     more = CAPPED_PASSES[op.target] if cap else SCALED_PASSES[op.target] if scale != 1 else 0
-    scores = float(n["t"]) * n["v"] * (NARROW_PASSES[op.target] * narrow + (WIDE_PASSES[op.target] + more) * wide)
     of_h, of_w = _wanted(op)
+    if triton:
+        each = (TRITON_PASSES[op.target] + of_h + of_w) * narrow
+    else:
+        each = NARROW_PASSES[op.target] * narrow + (WIDE_PASSES[op.target] + more) * wide
+    scores = float(n["t"]) * n["v"] * each
     sums = 2.0 * wide * n["d"] * (of_h * n["t"] * (along_words - 1) + of_w * n["v"] * (along_tokens - 1))
     return scores + sums
 
 
-def workspace_bytes(op: Op, n: Mapping[str, int]) -> float:
+def workspace_bytes(op: Op, n: Mapping[str, int], triton: bool = False) -> float:
     narrow, wide = _itemsizes(op)
     chunk, block, along_tokens, along_words = _shape(op, n)
     scale, cap = _scaled(op)
     of_h, of_w = _wanted(op)
-    scores = float(chunk * block * (2 * wide if cap or scale != 1 else narrow + wide))
+    scores = float(chunk * block * (narrow if triton else 2 * wide if cap or scale != 1 else narrow + wide))
     # A block of dw while it is made; where products are narrower than sums, dh, and a product beside the sum that it goes into.
     gradients = float(n["d"] * block * of_w * (wide if along_tokens > 1 else narrow))
     if narrow < wide:

@@ -120,18 +120,22 @@ class Cost:
         if experts.is_experts(op):
             load = experts.load_of(rule, strategy, self.mesh, self.imbalance)
             flops *= load
-            moved += load * experts.moved_bytes(op, compute.local_sizes(rule, strategy, self.mesh))
+            triton = experts.combined_in_triton(op, self.cluster.device)
+            moved += load * experts.moved_bytes(op, compute.local_sizes(rule, strategy, self.mesh), triton)
         if rule.kind == "random" and self.fused is None and outs[0] is not None:
             moved += DRAW_BYTES * math.prod(outs[0].local_shape(self.mesh))
             launches += DRAW_CALLS
         kind = compute.attention_kind(op, rule, strategy, self.mesh) if rule.kind == "attention" else rule.kind
         seconds = self.kernel_s(kind, compute.compute_dtype(op), flops, moved, launches)
         if loss_head.is_loss_head(op):
-            n = compute.local_sizes(rule, strategy, self.mesh)
-            passes, kernels = loss_head.passes_bytes(op, n), loss_head.launches(op, n)
+            n, triton = compute.local_sizes(rule, strategy, self.mesh), loss_head.in_triton(op, self.cluster.device)
+            passes, kernels = loss_head.passes_bytes(op, n, triton), loss_head.launches(op, n, triton)
             return OpCost(seconds + self.kernel_s("cheap", "", 0.0, passes, kernels), flops, moved + passes, launches + kernels)
-        if rule.alongside and (merge := ring.merging(op, rule, strategy, compute.local_sizes(rule, strategy, self.mesh), self.mesh))[0]:
-            return OpCost(seconds + self.kernel_s("cheap", "", 0.0, *merge), flops, moved + merge[0], launches + merge[1])
+        if rule.alongside:
+            triton = not self.cluster.device.why_no_triton(op.inputs[0].dtype)
+            merge = ring.merging(op, rule, strategy, compute.local_sizes(rule, strategy, self.mesh), self.mesh, triton)
+            if merge[0]:
+                return OpCost(seconds + self.kernel_s("cheap", "", 0.0, *merge), flops, moved + merge[0], launches + merge[1])
         return OpCost(seconds, flops, moved, launches)
 
     def inside(self, op: Op, rule: Rule, strategy: Strategy, ins: tuple[Placement, ...]) -> tuple[Within, ...]:

@@ -2,7 +2,8 @@
 
     forward    n - 1 hops of k and v, each beside one n-th of what is computed
     backward   as many, each beside what one n-th is of backward, and with it go the sums of dk and dv that are here, in float32 at least; these make one more hop, at the end
-    merging    a block's results into those of blocks before: out is read, and read and written in float32, n times; backward does so with dq, dk and dv
+    merging    a block's results into those of blocks before: out is read, and read and written in float32, n times; backward does so with dq, dk and dv. That is what a
+               Triton kernel moves (`autopar.kernels.triton.merge`), forward, in one launch
 
     memory     the block that is computed with and the one that arrives; out in float32; backward: dq in float32, sums that are made, sent and arriving
 
@@ -88,20 +89,20 @@ def hops(op: Op, rule: Rule, strategy: Strategy, n: Mapping[str, int], mesh: Mes
     return (*found, move(home, sums, 0.0)) if backward and home else tuple(found)
 
 
-def merging(op: Op, rule: Rule, strategy: Strategy, n: Mapping[str, int], mesh: Mesh) -> tuple[float, float]:
-    """Bytes that merging moves, and kernels that it takes."""
+def merging(op: Op, rule: Rule, strategy: Strategy, n: Mapping[str, int], mesh: Mesh, triton: bool = False) -> tuple[float, float]:
+    """Bytes that merging moves, and kernels that it takes. triton: whether results of forward are merged by a kernel of ours."""
     axes = ring_axes(rule, strategy, mesh)
     if not axes:
         return 0.0, 0.0
-    ranks, size = mesh.sizes_product(axes), DTYPE_BYTES.get(op.inputs[0].dtype, 4)
-    heads = n["b"] * n["g"] * n["r"] * n["q"]
-    here = heads * n["e"] + n["b"] * n["g"] * n["s"] * (n["e"] + n["d"]) if "_backward" in op.target else heads * n["d"]
+    ranks, size, backward = mesh.sizes_product(axes), DTYPE_BYTES.get(op.inputs[0].dtype, 4), "_backward" in op.target
+    heads, each = n["b"] * n["g"] * n["r"] * n["q"], 1 if triton and not backward else 2
+    here = heads * n["e"] + n["b"] * n["g"] * n["s"] * (n["e"] + n["d"]) if backward else heads * n["d"]
     bounded = around(op, rule, strategy, mesh)
     if bounded is not None:
-        return float(bounded.merges * here * (size + 2 * max(size, 4))), float(2 * bounded.rounds.kernels)
+        return float(bounded.merges * here * (size + 2 * max(size, 4))), float(each * bounded.rounds.kernels)
     reach = max(strategy[a][1] * mesh.axis_size(a) for a in axes)  # of one block, all ranks together
     blocks = math.ceil(rule.factors["q"].size / reach)
-    return float(ranks * here * (size + 2 * max(size, 4))), float(2 * ranks * blocks)
+    return float(ranks * here * (size + 2 * max(size, 4))), float(each * ranks * blocks)
 
 
 def workspace_bytes(op: Op, rule: Rule, strategy: Strategy, n: Mapping[str, int], mesh: Mesh) -> float:

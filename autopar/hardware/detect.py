@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.hardware.cluster import Cluster, ClusterError, names
+from autopar.kernels.triton import why_not
 
 # Cards of one name that differ in clock, memory or links from those described, and parts of cards.
 _OTHERS = re.compile(r"\b(pcie|nvl|mig)\b", re.IGNORECASE)
@@ -38,7 +39,14 @@ def here(device: torch.device, devices: int) -> Cluster:
     found = torch.cuda.get_device_properties(device)
     cluster = _sized(kind_of(found.name), devices)
     memory = cluster.device.model_copy(update={"memory_bytes": float(found.total_memory)})
-    return cluster.model_copy(update={"device": memory})
+    return with_triton_of(cluster.model_copy(update={"device": memory}), device)
+
+
+def with_triton_of(cluster: Cluster, device: torch.device) -> Cluster:
+    """`cluster`, of GPUs that run Triton kernels, or not, as this one does. A CPU says nothing: a program for GPUs may be looked at on one."""
+    if device.type == "cpu":
+        return cluster
+    return cluster.model_copy(update={"device": cluster.device.model_copy(update={"without_triton": why_not(device, torch.float32)})})
 
 
 def kind_of(device_name: str) -> str:

@@ -15,6 +15,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from autopar.kernels.triton_takes import DTYPES
+
 # The ranges refuse units gone wrong (GB for bytes, per cent for a fraction) and keep every derived time finite.
 Amount = Annotated[float, Field(ge=1, le=1e21)]
 Fraction = Annotated[float, Field(ge=1e-3, le=1)]
@@ -113,6 +115,7 @@ class Device(Model):
     matmul_memory_overlap (rho): share of a matrix product's memory traffic that is NOT hidden behind its arithmetic.
     reads_ahead: whether a product that is added to what is there reads that while it computes (copies without threads, from Hopper on), not after.
     launch_s: what any kernel takes, however little it does. curves: measured work, which replaces what the constants say of it.
+    without_triton: why operators' own passes run in torch there, not in Triton kernels (`autopar.kernels.triton`), as a clause; "" where kernels run.
     """
 
     name: str
@@ -128,6 +131,7 @@ class Device(Model):
     reads_ahead: bool = False
     launch_s: Seconds
     curves: Rows[WorkCurve] = ()
+    without_triton: Annotated[str, Field(max_length=500)] = "the description of the device does not say that it runs them"
 
     @model_validator(mode="after")
     def _reserve_fits(self) -> Device:
@@ -142,6 +146,10 @@ class Device(Model):
     def peak(self, dtype: str) -> float:
         """FLOP/s of products in `dtype`. Eight-bit floats count as bfloat16, complex ones as their parts; all else as float32."""
         return float(getattr(self.peak_flops, _peak_name(dtype)))
+
+    def why_no_triton(self, *dtypes: str) -> str:
+        """Why a pass over operands of these dtypes is torch's, not a Triton kernel's; "" where it is."""
+        return self.without_triton or next((f"no kernel takes {d}" for d in dtypes if d not in DTYPES), "")
 
     def curve(self, of: str, dtype: str = "") -> WorkCurve | None:
         """What was measured of such work in such a dtype."""

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from autopar.cost.triton import TRITON
 from autopar.graph.placement import Placement
 from autopar.plan.decisions import BUCKETED
 from autopar.text.sizes import format_bytes
@@ -70,6 +71,8 @@ def text(plan: Decisions) -> str:
     lines += _collectives(plan)
     lines.append(f"fallbacks (ops without a rule, replicated): {plan.fallbacks or 'none'}")
     lines += [f"fused: {said}, {n} x" for target, said in FUSED.items() if (n := sum(t == target for t in plan.targets.values()))]
+    if TRITON in plan.solver:
+        lines += textwrap.wrap(f"Triton kernels: {plan.solver[TRITON]}", WIDTH, subsequent_indent="    ")
     if plan.unmet:
         lines.append(f"kept, though tagged to be made again: {'; '.join(plan.unmet)}")
     if plan.repeated:

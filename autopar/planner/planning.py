@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.cost.triton import told_of
 from autopar.errors import AutoparError, LayoutError
 from autopar.graph.graph import Graph
 from autopar.graph.mesh import Mesh
@@ -318,5 +319,6 @@ def plan_of(step: Step, done: Found, budget_bytes: float) -> Plan:
             "seconds": found.seconds,
             "variables": found.variables,
             "rows": found.rows,
+            **told_of(((op, plan.ops[op.name].strategy, n) for op, n in folded.counted()), step.mesh, step.cluster.device.why_no_triton),
         },
     )

@@ -34,7 +34,7 @@ from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
 from autopar.graph.varying import Varying
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.detect import here
+from autopar.hardware.detect import here, with_triton_of
 from autopar.passes.stages.separate import owner
 from autopar.plan.decisions import ParamChoice
 from autopar.plan.plan import Plan
@@ -125,7 +125,7 @@ class Builder:
             refuse_other_mesh(request.plan, self.groups.axes)
         elif layout is None and cluster is None:
             cluster = here(self.device, self.mesh.size)
-        return (layout, cluster), self.facts()
+        return (layout, None if cluster is None else with_triton_of(cluster, self.device)), self.facts()
 
     def first_on(self, mesh: Mesh) -> Layout:
         """How calls are split before there is a plan."""
@@ -172,7 +172,7 @@ class Builder:
         if plan is not None:
             other.config = replace(self.config, request=replace(self.config.request, plan=plan))
         else:
-            other.cluster = self.config.request.cluster or here(self.device, other.mesh.size)
+            other.cluster = with_triton_of(self.config.request.cluster or here(self.device, other.mesh.size), self.device)
         return other
 
     # ---- parameters ------------------------------------------------------------------------------------------

@@ -14,10 +14,12 @@ from typing import Any, TypedDict
 import torch
 
 from autopar.capture.capture import Captured, Role
+from autopar.cost.triton import TRITON, told_of
 from autopar.distributed.failures import Collective
 from autopar.distributed.groups import Groups
 from autopar.graph.graph import Graph
 from autopar.graph.placement import Placement
+from autopar.kernels.triton import why_not
 from autopar.passes.bucket import bucketed
 from autopar.passes.lay_out import copies
 from autopar.passes.manager import overlap
@@ -150,11 +152,22 @@ class Step:
         return rewritten(captured, graph, plan, self.groups, self.settings, sync, accumulated, dump)
 
     def told(self, parts: Parts) -> dict[str, str | float | int]:
-        """What the plan's solver says, with what became of buckets on this cluster."""
+        """What the plan's solver says, with what became of buckets on this cluster, and which kernels run on these devices. A CPU may run what is planned for a GPU."""
         cost, solver = self.settings.links if self.settings.joins else None, self.plan.solver
+        if self.settings.device.type != "cpu" or TRITON not in solver:
+            solver = {**{k: v for k, v in solver.items() if k != TRITON}, **self.kernels()}
         if cost is None and not any(k in self.plan.predicted for k in BUCKETED):
             return solver
         return {**solver, "buckets": "" if cost is None else str(bucketed(parts, self.groups.prefix, cost))}
+
+    def kernels(self) -> dict[str, str]:
+        """Which Triton kernels this device runs of the step, for people."""
+
+        def reason(*dtypes: str) -> str:
+            return next((said for d in dtypes if (said := why_not(self.settings.device, getattr(torch, d)))), "")
+
+        ops = ((op, self.plan.ops[op.name].strategy, 1) for op in self.graph.ops if op.name in self.plan.ops)
+        return told_of(ops, self.plan.mesh, reason)
 
     def lower(self, gm: Any, saved_strides: Any = None, is_backward: bool = False, mode: Any = None) -> Lowered:
         """mode: of the values recorded in `gm`, where it is not the captured program's."""

@@ -13,9 +13,11 @@ import re
 
 import torch
 
+from autopar.kernels import triton_takes
+
 LEAST = (3, 6)  # the triton of torch 2.11
 TYPES: tuple[str, ...] = ("cuda",)  # of devices; AMD's call themselves so as well
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, d) for d in triton_takes.DTYPES)
 CAPABILITY = (8, 0)
 AMD = ("gfx942", "gfx950")
 

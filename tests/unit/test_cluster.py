@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import AutoparError
+from autopar.hardware import detect
 from autopar.hardware.cluster import FOLDER, MAX_FILE_BYTES, Cluster, ClusterError, names
 from autopar.hardware.parts import Curve
 
@@ -168,7 +169,12 @@ def test_detect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     card = SimpleNamespace(name="NVIDIA H200", total_memory=140 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(detect, "why_not", lambda device, dtype: "triton is not there")
     assert Cluster.detect().name == "h200:2x2" and Cluster.detect().device.memory_bytes == card.total_memory
+    assert Cluster.of("h200").device.why_no_triton("bfloat16") == "" and "float64" in Cluster.of("h200").device.why_no_triton(
+        "float32", "float64"
+    )
+    assert Cluster.detect().device.why_no_triton("bfloat16") == "triton is not there"
     card.name = "Tesla T4"
     with pytest.raises(ClusterError, match="autopar calibrate"):
         Cluster.detect()

@@ -173,7 +173,7 @@ def test_tiles_cover_all_and_are_no_larger_than_said(tokens: int, words: int) ->
         assert chunk <= math.isqrt(2 * tile) or chunk == 1
 
 
-def _most_allocated(fn: Callable[[], Any]) -> int:
+def most_allocated(fn: Callable[[], Any]) -> int:
     """Bytes that `fn` has at most at a time, of what it allocates."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as p:
         kept = fn()
@@ -206,5 +206,5 @@ def test_it_takes_up_what_is_planned_for(dtype: torch.dtype, tile: int, cap: flo
             op = call(fn, args).op
             results = sum(t.nbytes for t in op.outputs if t is not None)
             expected = cost.workspace_bytes(op, {"t": c.tokens, "v": c.words, "d": c.features})
-            took = _most_allocated(lambda fn=fn, args=args: fn(*args)) - results
+            took = most_allocated(lambda fn=fn, args=args: fn(*args)) - results
             assert 0.85 * expected <= took <= 1.05 * expected, (wanted, took, expected)

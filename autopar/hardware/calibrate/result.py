@@ -153,7 +153,7 @@ def _device(
         attention_forward_efficiency=efficiency("attention", "device.attention_forward_efficiency"),
         attention_backward_efficiency=efficiency("attention_backward", "device.attention_backward_efficiency"),
         memory_efficiency=reached, matmul_memory_overlap=min(1.0, rho.value), launch_s=launch.value,
-        curves=besides.of(work) if besides else tuple(work),
+        curves=besides.of(work) if besides else tuple(work), without_triton=base.without_triton,
     )  # fmt: skip
 
 

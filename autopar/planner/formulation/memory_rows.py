@@ -344,8 +344,10 @@ class Rows:
                     n = local_sizes(rule, split, self.mesh)
                     if experts.is_experts(op):
                         nbytes = experts.workspace_bytes(op, rule, split, n, self.mesh, f.cost.imbalance)
+                    elif rule.alongside:
+                        nbytes = ring.workspace_bytes(op, rule, split, n, self.mesh)
                     else:
-                        nbytes = ring.workspace_bytes(op, rule, split, n, self.mesh) if rule.alongside else loss_head.workspace_bytes(op, n)
+                        nbytes = loss_head.workspace_bytes(op, n, loss_head.in_triton(op, f.cost.cluster.device))
                     if nbytes:
                         self.add(("x", c, s), nbytes, self.life.position[op.name], self.life.position[op.name])
             elif f.cost.fused is None and self.program.rules[op.name].kind == "random" and op.outputs[0] is not None:
