@@ -107,7 +107,8 @@ def _guard() -> None:
     silu_backward, whose CUDA kernel is missing there, is decomposed in C++ to such. For the rest of the process, as torch does where it has CUDA but no device.
     """
     if torch.backends.cuda.is_built():
-        torch._C._ensureCUDADeviceGuardSet()
+        if hasattr(torch._C, "_ensureCUDADeviceGuardSet"):
+            torch._C._ensureCUDADeviceGuardSet()
         return
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch.utils.cpp_extension import include_paths
