@@ -144,7 +144,7 @@ def test_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert machine.here(cpu, 4).name == "cpu:2x2"
     assert machine.here(cpu, 1).name == "cpu:1x1"
-    found = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=79 * 2**30)
+    found = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=79 * 2**30, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
     gpu = machine.here(torch.device("cuda", 0), 4)
     assert gpu.name == "h100:2x2" and gpu.device.memory_bytes == found.total_memory > gpu.device.usable_bytes

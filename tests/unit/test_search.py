@@ -353,7 +353,7 @@ def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
     m = micros("gpt2", "autopar")
     pieces("gpt2", 1, 2, 1)
     first = replace(m, cache=Cache(file), solved={})
-    first.solve([(1, 1, 1, 1, None), (1, 2, 1, 1, None)])
+    first.solve([(1, 1, 1, 1, None, None), (1, 2, 1, 1, None, None)])
     with file.open("a") as f:
         f.write('{"key": "abc", "piec')
     again = Cache(file)
@@ -364,15 +364,20 @@ def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
 
     second = replace(m, cache=again, solved={})
     second.answer = never  # type: ignore[method-assign,assignment]
-    second.solve([(1, 2, 1, 1, None)])
-    kept, solved = second.solved[1, 2, 1, 1, None], m.solved[1, 2, 1, 1, None]
+    second.solve([(1, 2, 1, 1, None, None)])
+    kept, solved = second.solved[1, 2, 1, 1, None, None], m.solved[1, 2, 1, 1, None, None]
     assert kept is not None and solved is not None and [vars(p) for p in kept] == [vars(p) for p in solved]
     # Another cluster, other kernels, another way to share it: not found.
     a100 = replace(second, tasks={1: replace(m.task(1), cluster=Cluster.of("a100:8"))}, _keys={})
     modules = replace(second, runtime=Runtime.of("megatron"), _keys={})
-    assert second.key((1, 2, 1, 1, None)) in again
+    assert second.key((1, 2, 1, 1, None, None)) in again
     assert (
-        not {a100.key((1, 2, 1, 1, None)), modules.key((1, 2, 1, 1, None)), second.key((1, 1, 2, 1, None)), second.key((1, 2, 1, 1, False))}
+        not {
+            a100.key((1, 2, 1, 1, None, None)),
+            modules.key((1, 2, 1, 1, None, None)),
+            second.key((1, 1, 2, 1, None, None)),
+            second.key((1, 2, 1, 1, None, False)),
+        }
         & again.known.keys()
     )
     file.write_text('{"key": 3}\n')
