@@ -16,7 +16,12 @@ def surviving(results: dict[str, Result]) -> str:
         for c in r["cost"]
     ]
     names = ("detect_s", "group_s", "state_s", "step_s", "total_s")
-    losses = [[str(x["rank"]), *(f"{1e3 * x[k]:,.0f} ms" for k in names), size(x["moved_bytes"])] for x in r["losses"]]
+    meshes = {"dp 4": r, "dp 2 x tp 2": results["elastic_tp"], "pp 2 x dp 2": results["elastic_pp"]}
+    losses = [
+        [mesh, str(x["rank"]), *(f"{1e3 * x[k]:,.0f} ms" for k in names), size(x["moved_bytes"])]
+        for mesh, of in meshes.items()
+        for x in of["losses"]
+    ]
     parts = ("wait_s", "pause_s", "group_s", "state_s", "step_s")
     joins = [
         [
@@ -35,9 +40,10 @@ def surviving(results: dict[str, Result]) -> str:
     return f"""## Surviving a process
 
 A Llama of {r["layers"]} layers and width {r["hidden"]}, `{r["layout"]}` on {r["processes"]} gloo processes of this machine ({r["backend"]}), under [the supervisor](elastic.md). From a kill in the midst of
-a step to the next finished one, by part; the slowest survivor's times. Nothing is captured or compiled in it.
+a step to the next finished one, by part; the slowest survivor's times. Nothing is captured or compiled in it, but for the pipeline, whose step for the mesh that
+is left is.
 
-{table(["rank", "seen", "new group", "state moved", "step", "all", "moved"], losses)}
+{table(["mesh", "rank", "seen", "new group", "state moved", "step", "all", "moved"], losses)}
 
 The same training, where another process takes the place of the one that was killed (`--rejoin 1`): from its start until it is
 ready, with imports, capture and compilation, beside the others' steps on the same two cores; until all are between two steps; for how long the others stand still
@@ -55,7 +61,7 @@ would not. Each rank kept {size(r["held_bytes"])} in host memory at most.
 
 {table(["devices", "step", "memory", "moves", "idle"], plans)}
 
-{origin(results, "elastic", "elastic_joins", "elastic_templates")}"""
+{origin(results, "elastic", "elastic_tp", "elastic_pp", "elastic_joins", "elastic_templates")}"""
 
 
 def failures(results: dict[str, Result]) -> str:
