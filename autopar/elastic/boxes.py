@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.tensors.owned import chunk
+
 Box = tuple[tuple[int, int], ...]
 Sizes = tuple[int, ...]  # of a mesh's axes
 ALIGNED = 16  # bytes: where a tensor may begin in a flat buffer
@@ -26,18 +28,10 @@ class Spec:
 
     def box(self, rank: int, sizes: Sizes) -> Box:
         """sizes: of the mesh, whose last axis is the innermost."""
-        if self.stages and rank // math.prod(sizes[self.stages[0] + 1 :]) % sizes[self.stages[0]] not in self.stages[1]:
+        at = [rank // math.prod(sizes[axis + 1 :]) % size for axis, size in enumerate(sizes)]
+        if self.stages and at[self.stages[0]] not in self.stages[1]:
             return ((0, 0),) * len(self.shape)
-        start, length = [0] * len(self.shape), list(self.shape)
-        left = math.prod(sizes)
-        for dim, size in zip(self.dims, sizes, strict=True):
-            left //= size
-            if dim is not None:
-                chunk = -(-length[dim] // size)
-                begin = min(chunk * (rank // left % size), length[dim])
-                start[dim] += begin
-                length[dim] = min(chunk, length[dim] - begin)
-        return tuple(zip(start, length, strict=True))
+        return chunk(self.shape, ((d, n, i) for d, n, i in zip(self.dims, sizes, at, strict=True) if d is not None))
 
 
 def elements(box: Box) -> int:

@@ -201,6 +201,7 @@ class State:
             p = params[n]
             order = order_of(p)
             mesh, how = places[n]
+            part = part if p.dim() else part.reshape(())
             there = _torch.dtensor(laid(part.to(device=device, copy=True), order), mesh, how, tuple(p.shape), order)
             if key == "parameter":
                 p.grad = None
@@ -243,4 +244,5 @@ def _dims(t: torch.Tensor, axes: int) -> tuple[int | None, ...]:
 
 
 def _spec(name: str, t: torch.Tensor, dims: tuple[int | None, ...], stages: tuple[int, tuple[int, ...]] | tuple[()] = ()) -> Spec:
-    return Spec(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.element_size(), dims, stages)
+    """A tensor of no dims is one of one number: a rank may have none of that."""
+    return Spec(name, tuple(t.shape) or (1,), str(t.dtype).removeprefix("torch."), t.element_size(), dims, stages)

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from autopar import _torch
 from autopar._torch import stepping
 from autopar.cost.optimizers import KINDS, Kind, kind_of, known
-from autopar.distributed.shards import on_mesh
+from autopar.distributed.shards import on_mesh, redistributed
 from autopar.errors import OptimizerError
 from autopar.runtime.by_elements import on_parts
 from autopar.runtime.muon import dealt
@@ -138,4 +138,4 @@ def move_state(optimizer: Optimizer, stages: StagedCalls | None = None) -> None:
             elif value.device_mesh != p.device_mesh:
                 state[key] = on_mesh(value, p.device_mesh, p.placements)
             elif value.placements != p.placements:
-                state[key] = value.redistribute(p.device_mesh, p.placements)
+                state[key] = redistributed(value, tuple(p.placements))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,14 +17,19 @@ Box = tuple[tuple[int, int, int], ...]  # (start, length, step) a dim
 
 def local_box(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> Box:
     """The part of a tensor that this rank holds: chunks of ceil(N / W), axis by axis, as DTensor cuts."""
+    cuts = [(p.dim, mesh.size(axis), mesh.get_local_rank(axis)) for axis, p in enumerate(placements) if isinstance(p, Shard)]
+    return tuple((a, n, 1) for a, n in chunk(shape, cuts))
+
+
+def chunk(shape: Sequence[int], cuts: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int], ...]:
+    """(start, length) a dim of what is left of a tensor after cuts: a dim, into how many, and which of them."""
     start, size = [0] * len(shape), list(shape)
-    for axis, p in enumerate(placements):
-        if isinstance(p, Shard):
-            chunk = -(-size[p.dim] // mesh.size(axis))
-            begin = min(chunk * mesh.get_local_rank(axis), size[p.dim])
-            start[p.dim] += begin
-            size[p.dim] = min(chunk, size[p.dim] - begin)
-    return tuple((a, n, 1) for a, n in zip(start, size, strict=True))
+    for dim, ways, index in cuts:
+        most = -(-size[dim] // ways)
+        begin = min(most * index, size[dim])
+        start[dim] += begin
+        size[dim] = min(most, size[dim] - begin)
+    return tuple(zip(start, size, strict=True))
 
 
 def cut_box(whole: torch.Tensor, box: Box) -> torch.Tensor:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import autopar
 from autopar.elastic import words
 from autopar.elastic.agent import Agent
 from autopar.elastic.attach import refuse
+from autopar.elastic.boxes import elements
 from autopar.elastic.supervisor import Supervisor, started
 from autopar.errors import AutoparError
 from autopar.run import main
@@ -75,6 +77,30 @@ def test_optimizer_state_that_cannot_be_moved() -> None:
     optimizer.step()
     with pytest.raises(AutoparError, match="'rows' does not lie as its parameter does, so it cannot be moved"):
         state.specs()
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 3), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+def test_a_parameter_of_no_dims() -> None:
+    """Packed as one number, so that a stage may have none of it; it comes back with no dims."""
+    from autopar.elastic.state import State
+
+    model = autopar.compile(Scaled(), {"dp": 1}, layout="fsdp", backend="aot_eager")
+    state = State(model, torch.optim.SGD(model.parameters(), lr=0.1), [])
+    packed = state.pack(0, state.sizes)
+    (spec,) = [s for s in packed.specs if s.name == "parameter scale"]
+    assert spec.shape == (1,) and elements(replace(spec, stages=(0, (1,))).box(0, (2,))) == 0
+    with torch.no_grad():
+        model.scale.zero_()
+    state.put(packed, {n: model._builder.lies(n, tuple(p.shape)) for n, p in model.named_parameters()})
+    assert model.scale.shape == () and model.scale.item() == 1.5
 
 
 def test_an_optimizer_of_other_tensors() -> None:

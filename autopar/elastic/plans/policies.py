@@ -7,6 +7,7 @@ run whose unit is lost is filled by one that stands by, if there is one, else by
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class Mode:
         return self.step_s + self.copies_s
 
 
-class Policy:
+class Policy(ABC):
     """spares: units that stand by, inf for always one; fills_s: until one that is there can join. losses: units; interrupted: steps; undone: whole steps that are done again; restarts: ways back
     to a checkpoint; course: (seconds, useful ones) after each event."""
 
@@ -125,28 +126,29 @@ class Policy:
 
     # ---- what a policy is ------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def begin(self) -> None:
         """Training goes on, at `since`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def train(self, at: float) -> None:
         """From where it was until `at`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def lose(self, unit: int, at: float) -> None:
-        raise NotImplementedError
+        """A unit fails."""
 
+    @abstractmethod
     def fill(self, unit: int, at: float) -> None:
         """A unit is there for a place."""
-        raise NotImplementedError
 
     def join(self, at: float) -> None:
-        """What was planned as "join" is due, and nothing came between."""
-        raise NotImplementedError
+        """What was planned as "join" is due, and nothing came between. One that plans none has none due."""
+        raise AssertionError(f"{self.name} plans no join")
 
+    @abstractmethod
     def end(self) -> None:
         """What is unfinished counts as far as it is."""
-        raise NotImplementedError
 
 
 class Checkpointed(Policy):
