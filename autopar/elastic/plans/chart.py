@@ -23,7 +23,7 @@ def refuse(path: Path) -> None:
     if path.suffix not in FORMS:
         raise AutoparError(f"no picture is called {path.name!r}", where="--plot", fix=f"name a file that ends in {', '.join(FORMS)}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise AutoparError("a plot needs matplotlib, which is not installed", where="--plot", fix="pip install matplotlib")
+        raise AutoparError("a plot needs matplotlib, which is not installed", where="--plot", fix="pip install 'autopar[report]'")
 
 
 def draw(found: Simulation, path: Path) -> None:

@@ -154,7 +154,7 @@ class LargestPositions:
         """Bytes by position, of some variables, those first that tell most positions apart."""
         found: list[tuple[float, np.ndarray]] = []
         for _, live in self.stretches(of):
-            spread = live.std(axis=0) / (live.mean(axis=0) + 1.0)
+            spread = live.std(axis=0) / (np.abs(live.mean(axis=0)) + 1.0)  # changes of bytes may be below nought
             found += [(float(spread[k]), live[:, k].copy()) for k in np.argsort(-spread, kind="stable")[:SAMPLE]]
         found.sort(key=lambda x: -x[0])
         yield from (column for _, column in found[:: max(1, len(found) // SAMPLE)])
