@@ -38,14 +38,14 @@ def trained_beside(
     def note(what: str, a: torch.Tensor, b: torch.Tensor) -> None:
         worst[what] = max(worst[what], difference(a, b))
 
-    samples = len(next(iter(batch.values())))
+    samples = next(len(v) for v in batch.values() if isinstance(v, torch.Tensor))
     for step in range(steps):
         with EagerRandom(seed, step):
             loss = _loss(reference(**batch))
             (loss * scale).backward()
         each = samples // compiled.data_world if local else samples
         first = each * compiled.data_rank if local else 0
-        mine = _loss(compiled(**{k: v[first : first + each] for k, v in batch.items()}))
+        mine = _loss(compiled(**{k: v[first : first + each] if isinstance(v, torch.Tensor) else v for k, v in batch.items()}))
         assert mine.dim() == 0
         (mine * scale).backward()
         note("loss", loss.detach(), mine.detach())

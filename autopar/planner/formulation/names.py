@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
 
 from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
@@ -69,6 +71,25 @@ def ways(stops: Sequence[Placement], itemsize: float, stored_itemsize: float, me
             least = held
             found.append(k)
     return found
+
+
+class Hop(NamedTuple):
+    """What the price of a collective needs. number: among the steps, from 1; elements: that a rank sends."""
+
+    number: int
+    kind: str
+    axes: tuple[str, ...]
+    elements: float
+
+
+@lru_cache(maxsize=1 << 15)
+def hops(src: Placement, dst: Placement, mesh: Mesh) -> tuple[Hop, ...] | None:
+    """Those of `moved` that send anything. Known from one formulation to the next: parameters are the same in all forms of a step and all numbers of micro-batches, and at chosen
+    strategies everything is."""
+    steps = moved(src, dst, mesh)
+    return (
+        None if steps is None else tuple(Hop(k, s.kind, s.axes, s.wire_bytes(mesh, 1)) for k, s in enumerate(steps, 1) if s.kind != "slice")
+    )
 
 
 def moved(src: Placement, dst: Placement, mesh: Mesh) -> list[Step] | None:

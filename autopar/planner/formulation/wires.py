@@ -13,7 +13,7 @@ from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
 from autopar.planner.formulation.accounts import account
 from autopar.planner.formulation.clusters import Clusters
-from autopar.planner.formulation.names import Names, moved, ways
+from autopar.planner.formulation.names import Names, hops, ways
 from autopar.planner.formulation.program import Program
 from autopar.planner.formulation.together import Together
 from autopar.planner.formulation.training import TrainingConfig
@@ -204,13 +204,9 @@ class Wires:
         """Of every collective from `src` to `dst` its number among the steps, from 1, its link and its seconds. companies: what they may be joined with."""
         key = (src, dst, itemsize, companies)
         if key not in self.known_sent:
-            steps = moved(src, dst, self.mesh)
-            costs = (
-                (k, shared(self.cost, s.kind, s.axes, s.wire_bytes(self.mesh, 1) * itemsize, companies))
-                for k, s in enumerate(steps or (), 1)
-                if s.kind != "slice"
-            )
-            self.known_sent[key] = None if steps is None else [(k, c.link, c.seconds) for k, c in costs]
+            found = hops(src, dst, self.mesh)
+            costs = ((h.number, shared(self.cost, h.kind, h.axes, h.elements * itemsize, companies)) for h in found or ())
+            self.known_sent[key] = None if found is None else [(k, c.link, c.seconds) for k, c in costs]
         return self.known_sent[key]
 
     def arc(self, src: int, dst: int, sent: Sent, w: Wire, stage: int, way: int = 0, early: int = 1) -> Arc:
