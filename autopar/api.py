@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -27,6 +28,7 @@ from autopar.planner.micro_batches import AUTO
 from autopar.planner.offload import Offload
 from autopar.planner.precision import Precision
 from autopar.planner.request import PlanRequest
+from autopar.runtime.artifacts import folder_of
 from autopar.runtime.buckets import checked
 from autopar.runtime.config import Config
 from autopar.runtime.micro_batches import checked as checked_number
@@ -62,6 +64,7 @@ def compile(
     loss_head: str = "auto",
     elastic: Elastic | None = None,
     imbalance: float = EVEN,
+    artifacts: str | os.PathLike[str] | None = None,
 ) -> ParallelModule:
     """Makes `model` train on `mesh` as it would on one device.
 
@@ -99,6 +102,8 @@ def compile(
     elastic: what of a run started by `python -m autopar.run` is to be survived, for a training loop by `autopar.elastic.Session`; default: nothing, at no cost.
     imbalance: of routed experts that are split over ranks, rows of the fullest rank over the mean, which is what is priced (1.0: even
         load); a given plan has its own. A rank that gets more warns of it, once.
+    artifacts: a folder where plans and what was compiled for this program are kept: the first run, or `autopar compile`, writes them, later ones compile nothing that is
+        there, on any machine of the same kind. It holds code that is run: only files are read that nobody else can have written.
     options: of the solver: "seconds" it may take (60), relative "gap" at which it stops (0.01).
 
     Collective: all ranks call it alike, and a rank with other arguments, another model or another program is refused on all. One rank plans.
@@ -129,7 +134,8 @@ def compile(
         )
     if layout is not None and plan is not None:
         raise AutoparError("layout= and plan= both say how to split the model", fix="pass one of them, or neither to have it planned")
-    request = PlanRequest.of(plan, memory, cluster, options, offload, imbalance)
+    folder = folder_of(artifacts, backend)
+    request = replace(PlanRequest.of(plan, memory, cluster, options, offload, imbalance), kept_in=folder)
     number = checked_number(micro_batches, outputs, layout is not None, None if request.plan is None else request.plan.micro_batches)
     find: Callable[..., Plan] | None = None
     where = None if isinstance(mesh, str) else mesh
@@ -158,7 +164,7 @@ def compile(
     lists = schedule_of(device_mesh, schedule, virtual_stages, number, outputs, request.plan)
     config = Config(
         loss_fn, inputs, layout, Precision.of(precision), optimizer, grad_accumulation, backend, outputs, request, dynamic, lengths,
-        bucket_collectives, number if lists is None else lists.micro_batches, lists, checked_form(loss_head),
+        bucket_collectives, number if lists is None else lists.micro_batches, lists, checked_form(loss_head), folder,
         None if find is None else partial(find, device_mesh),
     )  # fmt: skip
     if elastic is not None:

@@ -159,12 +159,22 @@ class Weighted(Plain):
 
     weights: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, **how: Any) -> None:
         super().__init__()
+        self.how = how
         self.register_buffer("weights", torch.rand(WORDS) + 0.5)
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), self.weights)
+        labels = labels.clamp(min=self.how.get("ignore_index", -100))  # all others are classes
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), self.weights, **self.how)
+
+
+class WeightedEach(Weighted):
+    """And tokens have others."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), self.weights, reduction="none")
+        return (losses * torch.arange(losses.shape[0]) / 7).sum()
 
 
 class ZLossOfOthers(Plain):
@@ -246,6 +256,10 @@ HEADS: dict[str, Callable[[int, int], Head]] = {
     "z-loss": plain(ZLoss, bias=True),
     "z-loss first": plain(ZLossFirst),
     "z-loss of names": plain(ZLossOfNames),
+    "weighted": plain(Weighted),
+    "weighted sum": plain(Weighted, reduction="sum"),
+    "weighted, other ignored": plain(Weighted, ignore_index=0),
+    "weighted each": plain(WeightedEach),
     "loss_fn": _by_loss_fn,
     "llama": _zoo("llama"),
     "gpt2": _zoo("gpt2"),
@@ -258,7 +272,7 @@ HEADS: dict[str, Callable[[int, int], Head]] = {
 }
 NO_HEADS: dict[str, Callable[[int, int], Head]] = {
     "also penalised": plain(AlsoPenalised),
-    "weighted": plain(Weighted),
+    "weighted and smoothed": plain(Weighted, label_smoothing=0.1),
     "squashed": plain(Squashed),
     "z-loss of others": plain(ZLossOfOthers),
     "masked": plain(Masked),

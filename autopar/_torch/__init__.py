@@ -1,9 +1,10 @@
 """Private torch APIs: the only room that imports them. It absorbs the differences between versions (torch >= 2.11).
 
 In: what the rest asks for by these names. Out: what torch does. **A private API goes into the file of its subject**: fake tensors (fakes.py), attention (attention.py), calls of fx graphs (nodes.py),
-dynamo (language.py, effects.py, regions.py), the joint graph of AOTAutograd (export.py), Inductor (inductor.py), process groups and DTensors (distributed.py), groups that break and are made anew (regroup.py, sockets.py), what DTensors cannot do (dtensors.py), norms of gradients (clipping.py), effects in graphs (tokens.py), sizes that vary (symbols.py).
+dynamo (language.py, effects.py, regions.py), the joint graph of AOTAutograd (export.py), Inductor (inductor.py), what it leaves on disk (artifacts.py), process groups and DTensors (distributed.py), groups that break and are made anew (regroup.py, sockets.py), what DTensors cannot do (dtensors.py), norms of gradients (clipping.py), effects in graphs (tokens.py), sizes that vary (symbols.py).
 """
 
+from autopar._torch.artifacts import Compiled, put_back, taken_along
 from autopar._torch.attention import prefers_cudnn_attention
 from autopar._torch.clipping import norms_over
 from autopar._torch.cuda_code import Kernel, codes_for_cuda, is_taken, kernels_of
@@ -77,6 +78,7 @@ from autopar._torch.subclass import plainly, without_memory
 from autopar._torch.symbols import SymbolicValues, Symbols, concrete, expressions, fill_sizes, number, symbolic
 
 __all__ = [
+    "Compiled",
     "Effect",
     "Kernel",
     "Marks",
@@ -154,6 +156,7 @@ __all__ = [
     "pools_with_offsets",
     "prefers_cudnn_attention",
     "process_group",
+    "put_back",
     "pytree",
     "quiet_without_gradient",
     "recorded",
@@ -168,6 +171,7 @@ __all__ = [
     "shut_sockets",
     "storage_of",
     "symbolic",
+    "taken_along",
     "unalias_process_groups",
     "watch_sockets",
     "with_strides",

@@ -7,6 +7,7 @@
     autopar trace plan.json -o trace.json
     autopar explain llama3-70b mlp.gate_proj tp:out --cluster h100:32x8 --batch 256 --seq 8192
     autopar frontier llama3-70b --cluster h100:32x8 --batch 256 --seq 8192 --plot frontier.html
+    autopar compile llama3-70b --plan plan.json --batch 256 --seq 8192 -o compiled
     autopar calibrate --out mine.json
     autopar search llama3-70b --cluster h100:32x8 --batch 256 --seq 8192 --top 5
     autopar predict llama3-70b --cluster h100:32x8 --batch 256 --seq 8192 --tp 8 --pp 4 --zero 1
@@ -25,6 +26,7 @@ import typer
 from typer.core import TyperGroup
 
 from autopar.cli.calibrate import calibrate
+from autopar.cli.compile import compile as compile_ahead
 from autopar.cli.diff import diff
 from autopar.cli.elastic import app as elastic
 from autopar.cli.explain import explain
@@ -66,7 +68,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-for _command in (plan, explain, frontier, show, diff, calibrate, search, predict, trace, report):
+for _command in (plan, explain, frontier, show, diff, calibrate, search, predict, trace, report, compile_ahead):
     app.command()(voiced(_command))
 app.add_typer(elastic, name="elastic")
 

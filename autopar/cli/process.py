@@ -23,7 +23,7 @@ def of_its_own() -> Iterator[None]:
             stream.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show is no reason to fail
     _heed_interrupts()
     options.alone = True
-    if sys.argv[1:2] != ["calibrate"]:
+    if sys.argv[1:2] not in (["calibrate"], ["compile"]):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # no other command needs a device, and CUDA would not survive a fork
     with _little_collecting():
         yield

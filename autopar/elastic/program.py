@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from autopar.distributed.agreement import DisagreementError, difference
 from autopar.elastic.options import Elastic
-from autopar.runtime.build import PLAN
+from autopar.runtime.facts import PLAN
 from autopar.runtime.module import ParallelModule
 
 FIX = "start it with the program, the arguments and the versions that the run was started with"

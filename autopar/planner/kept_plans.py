@@ -79,22 +79,29 @@ def code() -> str:
     return found.hexdigest()
 
 
-def kept(key: Callable[[], str], folded: Folded, axes: Mapping[str, int], make: Callable[[], Plan]) -> Plan:
-    """The plan that is kept as `key()`, else what `make` returns, which is kept from then on.
+def kept(key: Callable[[], str], folded: Folded, axes: Mapping[str, int], make: Callable[[], Plan], besides: Path | None = None) -> Plan:
+    """The plan that is kept as `key()`, else what `make` returns, which is kept from then on. besides: a second folder, asked first.
 
     A file that does not hold such a plan is warned of and written anew. Where the folder cannot be written, that is warned of.
     """
-    home = folder()
-    path = None if home is None else home / "plans" / f"{key()}.json"
-    if path is not None:
-        with told("plans looked up"):
+    homes = [home for home in (besides, folder()) if home is not None]
+    if not homes:
+        with told("planned"):
+            return make()
+    name = f"{key()}.json"
+    paths = [home / "plans" / name for home in homes]
+    with told("plans looked up"):
+        plan, lacks = None, list[Path]()
+        for path in paths:
             plan = _read(path, folded, axes)
-        if plan is not None:
-            log.info("the plan of an earlier start: %s", path)
-            return plan
-    with told("planned"):
-        plan = make()
-    if path is not None:
+            if plan is not None:
+                log.info("the plan of an earlier start: %s", path)
+                break
+            lacks.append(path)
+    if plan is None:
+        with told("planned"):
+            plan = make()
+    for path in lacks:
         _write(path, dumps(plan))
     return plan
 

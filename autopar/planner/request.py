@@ -40,7 +40,7 @@ from autopar.text.log import log, timed
 @dataclass(frozen=True)
 class PlanRequest:
     """plan: one that was made before; memory_bytes: budget of a device (None: what it has, less its reserve); least: the plan of the smallest peak, not the
-    fastest; cluster: None: this machine; offload, imbalance: as in `autopar.compile`."""
+    fastest; cluster: None: this machine; offload, imbalance: as in `autopar.compile`; kept_in: a folder where plans are kept, besides that of this user."""
 
     plan: Plan | None = None
     memory_bytes: float | None = None
@@ -49,6 +49,7 @@ class PlanRequest:
     offload: Offload | str | bool | None = None
     least: bool = False
     imbalance: float = 1.0
+    kept_in: Path | None = None
 
     @staticmethod
     def of(
@@ -161,7 +162,7 @@ def make_plan(
         log.info("planned for %s: %s; solver: %s", plan.cluster, plan.predicted, plan.solver)
         return finished(plan, folded)
 
-    return kept(lambda: key_of(folded, axes, target, s, request.limits, request.least), folded, axes, planned)
+    return kept(lambda: key_of(folded, axes, target, s, request.limits, request.least), folded, axes, planned, request.kept_in)
 
 
 def finished(plan: Plan, folded: Folded) -> Plan:

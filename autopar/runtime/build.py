@@ -52,10 +52,12 @@ from autopar.planner.request import asked, following, make_plan, refuse_other_me
 from autopar.planner.roomy import roomy
 from autopar.planner.staged import of_a_stage
 from autopar.planner.storage import param_choice
+from autopar.runtime.artifacts import CompiledAhead
 from autopar.runtime.as_stored import AsStored
 from autopar.runtime.compile_cache import CompileOnce
 from autopar.runtime.config import Config
 from autopar.runtime.expert_load import ExpertLoad
+from autopar.runtime.facts import facts
 from autopar.runtime.forms import Forms, settled
 from autopar.runtime.init import distribute, materialize
 from autopar.runtime.inputs import InputReader
@@ -67,8 +69,6 @@ from autopar.runtime.stages import Pipeline, StagedStep, stage_mesh, staged
 from autopar.runtime.step import Step
 from autopar.solver.fold import Folded
 from autopar.text.progress import told
-
-PLAN = "the plan that was given"  # among a builder's facts
 
 
 def no_plan() -> AutoparError:
@@ -105,6 +105,7 @@ class Builder:
         # Whether heads under a loss make no logits; None: not known before there is a plan.
         self.chunked = settled(config.loss_head, given, self.planned)
         self.once = CompileOnce(self.groups.id, self.groups.compiling) if config.backend == "inductor" else None
+        self.ahead = None if config.artifacts is None else CompiledAhead(model, config, self.groups)
         self.coordinates: dict[str, torch.Tensor] = {}
         self.as_stored = AsStored(self.groups)
         # Of a training call; 0 until it is chosen ("auto").
@@ -140,24 +141,7 @@ class Builder:
 
     def facts(self) -> Facts:
         """What must be the same on all ranks before parameters are spread."""
-        c, w = self.config, self.config.request
-        kinds = (("parameter", self.model.named_parameters), ("buffer", self.model.named_buffers))
-        held = [
-            f"{kind} {n}: {tuple(t.shape)} {t.dtype}{' on meta' if t.is_meta else ''}{' trained' if t.requires_grad else ''}"
-            for kind, named in kinds
-            for n, t in named(remove_duplicate=False)
-        ]
-        said = {
-            "mesh": self.groups.axes, "inputs": c.inputs, "outputs": c.outputs, "layout": c.layout, "precision": c.precision,
-            "optimizer": getattr(c.optimizer, "__name__", c.optimizer), "grad_accumulation": c.grad_accumulation, "micro_batches": c.micro_batches, "backend": c.backend,
-            "memory": "least" if w.least else w.memory_bytes, "cluster": w.cluster, "options": w.limits, "offload": w.offload, "imbalance": w.imbalance,
-            "bucket_collectives": c.bucket_collectives, "schedule": "" if c.schedule is None else c.schedule.text(), "loss_head": c.loss_head,
-        }  # fmt: skip
-        return {
-            "the model's parameters and buffers": "\n".join(held),
-            "the arguments of autopar.compile": "\n".join(f"{k}={v}" for k, v in said.items()),
-            PLAN: "" if w.plan is None else canonical(w.plan),
-        }
+        return facts(self.model, self.config, self.groups.axes)
 
     def of(self, model: nn.Module) -> Builder:
         """For a copy of the model: on the same groups, by the same plan."""
@@ -281,12 +265,16 @@ class Builder:
             stored = {n: stored[owner(n)] for n in parts.graph.params}
         with during("compile: parameters moving to where the plan has them", ranks):
             self.settle({n: c for n, c in plan.params.items() if n not in fixed})
+        kind = ("train" if self.model.training else "eval") + ("" if grad else "-no-grad")
         with during("compile", ranks):
+            kept = None
+            if self.ahead is not None:
+                which = f"{kind}, {autocast}, {loss_only}, {batch and (batch.of, batch.parts)}, {shapes}, {[v.said(call.paths) for v in varying]}"
+                kept = self.ahead.program(which, program.text, canonical(plan))
             settings = Settings(
                 self.device, stored, config.precision.reduce, config.backend, self.once, self.links, config.bucket_collectives, self.store(plan),
-                window_of(graph, folded.stacks), self.load,
+                window_of(graph, folded.stacks), self.load, kept,
             )  # fmt: skip
-            kind = ("train" if self.model.training else "eval") + ("" if grad else "-no-grad")
             with told("forward compiled", tells):
                 if self.pipeline is not None and parts is not None:
                     step = StagedStep(self.pipeline, parts, self.groups, settings, kind)

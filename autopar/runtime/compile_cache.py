@@ -11,13 +11,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
 from autopar import _torch
 from autopar.distributed import presence
 from autopar.errors import AutoparError
+
+if TYPE_CHECKING:
+    from autopar.runtime.artifacts import Kept
 
 T = TypeVar("T")
 BEAT_S = 5.0
@@ -37,9 +40,10 @@ class CompileOnce:
         self.name, self.ranks = name, ranks
         self.count = 0
 
-    def run(self, work: Callable[[], T]) -> T:
+    def run(self, work: Callable[[], T], kept: Kept | None = None) -> T:
+        """kept: where what was compiled before is, and where it is to be kept."""
         if len(self.ranks) == 1:
-            return work()
+            return work() if kept is None else kept.run(work, True)
         compiler, first = _node(self.ranks)
         key = f"{self.name}.compile.{compiler}.{self.count}"
         self.count += 1
@@ -47,7 +51,7 @@ class CompileOnce:
         if first:
             with _beating(store, f"{key}.alive"):
                 try:
-                    result = work()
+                    result = work() if kept is None else kept.run(work, compiler == self.ranks[0])
                 except BaseException as e:
                     store.set(key, f"{type(e).__name__}: {e}"[:1000])
                     raise

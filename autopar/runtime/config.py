@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -35,4 +36,5 @@ class Config:
     micro_batches: int | str | None = None
     schedule: Lists | None = None  # of a mesh with an axis `pp`
     loss_head: str = AUTO
+    artifacts: Path | None = None
     find: Callable[[nn.Module, tuple[object, ...], Mapping[str, object]], Plan] | None = None

@@ -20,6 +20,7 @@ from torch import fx
 from autopar import _torch
 from autopar.passes.demands import KERNELS, guard
 from autopar.passes.outline import outline
+from autopar.runtime.artifacts import Kept
 from autopar.runtime.compile_cache import CompileOnce
 
 FlatFn = Callable[[list[Any]], list[Any]]
@@ -46,8 +47,9 @@ def lower(
     is_backward: bool = False,
     saved_strides: Sequence[tuple[int, ...] | None] | None = None,
     once: CompileOnce | None = None,
+    kept: Kept | None = None,
 ) -> Lowered:
-    """saved_strides: for a backward graph, the strides of its first placeholders (what forward saved)."""
+    """saved_strides: for a backward graph, the strides of its first placeholders (what forward saved). kept: what was compiled ahead."""
     if backend == "aot_eager":
         return Lowered(_without_grad(_torch.boxed(eager_module(gm))))
     places = [n for n in gm.graph.nodes if n.op == "placeholder"]
@@ -63,7 +65,7 @@ def lower(
     def work() -> tuple[Any, Strides | None]:
         return _torch.compile_inner(outlined.gm, fake_mode, is_backward)
 
-    fn, strides = once.run(work) if once is not None else work()
+    fn, strides = once.run(work, kept) if once is not None else work()
     after = _torch.inductor_cache_counts()
     stats = {
         "seconds": time.perf_counter() - start,

@@ -44,6 +44,7 @@ from autopar.passes.sharding.emit import Options
 from autopar.passes.sharding.groups import group_names
 from autopar.passes.stay import later
 from autopar.plan.decisions import CollectiveUse, Decisions
+from autopar.runtime.artifacts import Kept
 from autopar.runtime.compile_cache import CompileOnce
 from autopar.runtime.dump import Dump
 from autopar.runtime.expert_load import ExpertLoad
@@ -67,6 +68,7 @@ class Settings:
     store: str = ""
     window_of: Mapping[str, int] = field(default_factory=dict)
     load: ExpertLoad = field(default_factory=ExpertLoad)
+    kept: Kept | None = None  # what was compiled ahead
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,9 @@ class Step:
         """mode: of the values recorded in `gm`, where it is not the captured program's."""
         s, mode = self.settings, mode or self.captured.fake_mode
         with timed(f"lower {'backward' if is_backward else 'forward'} with {s.backend}"):
-            return lower(gm, backend=s.backend, fake_mode=mode, is_backward=is_backward, saved_strides=saved_strides, once=s.once)
+            return lower(
+                gm, backend=s.backend, fake_mode=mode, is_backward=is_backward, saved_strides=saved_strides, once=s.once, kept=s.kept
+            )
 
     def tangent_like(self, index: int) -> torch.Tensor:
         """Shape and dtype of the tangent of output `index`."""

@@ -120,7 +120,7 @@ def in_parts(name: str, number: int) -> tuple[bool, int]:
     return is_chunked(module.plan), module.plan.micro_batches
 
 
-@pytest.mark.parametrize("name", cases(("toy-dropout", "llama"), ("toy-dropout",)))
+@pytest.mark.parametrize("name", cases(("toy-dropout", "llama", "weighted"), ("toy-dropout",)))
 def test_micro_batches(name: str) -> None:
     assert run(in_parts, 2, name, 2) == [(True, 2)] * 2
 

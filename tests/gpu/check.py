@@ -33,6 +33,9 @@ def main() -> int:
         importlib.import_module(name)
     import pytest
 
+    from tests.gpu import branches
+
+    branches.main()
     several = ["-n", str(min(8, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") else []
     folder = Path(__file__).parent
     from autopar.kernels import triton

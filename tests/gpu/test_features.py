@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor.utils import fresh_cache
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -105,6 +106,18 @@ def test_lengths_that_vary(mesh: DeviceMesh) -> None:
         want.backward()
         torch.testing.assert_close(whole(loss), want, rtol=1e-5, atol=1e-5)
     assert error(gradients(model), gradients(one)) <= 1e-4
+
+
+def test_compiled_ahead(mesh: DeviceMesh, tmp_path: Any) -> None:
+    """A start with an empty folder of Inductor's finds in what an earlier one kept all that it needs, kernels included, and computes the same."""
+    found = []
+    for _ in range(2):
+        with fresh_cache():
+            loss, _, model = pair(mesh, backend="inductor", artifacts=tmp_path / "kept")
+        halves = [h for s in model._programs.steps() for h in (s.stats["forward"], *s.stats["backward"].values())]
+        found.append((loss, sum(h["hit"] for h in halves), sum(h["miss"] for h in halves)))
+    assert [x[1:] for x in found] == [(0, 2), (2, 0)]
+    assert max(x[0] for x in found) <= 1e-5
 
 
 def test_random_bits_are_the_processors(mesh: DeviceMesh) -> None:

@@ -3,12 +3,17 @@
     picked, total, lse = linear_log_prob(h, w, b, y),    logp = picked - lse,    nll_loss(logp as scores of one class, 0 where y counts)
 
 The loss stays torch's own, on the log-probability of the target alone: its means, sums, counts and what it ignores. A target that is no class is still an error: as
-floor(y / V) it is none of the one class either. With label smoothing the sum of all log-probabilities is total - V lse; a z-loss reads lse.
+floor(y / V) it is none of the one class either. Where classes have weights it is the loss of each token, and the rest is written out, as torch has it (F.cross_entropy):
+
+    c[t] = weight[y[t]], 0 where y counts not,    sum: sum_t c[t] loss[t],    mean: that over sum_t c[t]
+
+With label smoothing the sum of all log-probabilities is total - V lse; a z-loss reads lse.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -19,8 +24,18 @@ from autopar.capture.fusions.loss_head import LOSS, LOSS_BACKWARD, Gradients, Lo
 from autopar.kernels.loss_head import linear_log_prob, linear_log_prob_backward
 from autopar.kernels.tiles import TILE
 
+NONE, MEAN = 0, 1  # reductions
 IGNORED = -100  # to the loss of one class; no floor(y / V) is
 Call = Callable[..., fx.Node]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Of a loss with weights of classes. each: the weight of a token; whole: their sum, where a mean divides by it; total: second result of the loss, which its backward wants."""
+
+    each: fx.Node
+    whole: fx.Node | None
+    total: fx.Node
 
 
 def put_log_prob(head: LossHead, write: Writer) -> None:
@@ -40,6 +55,7 @@ class _Rewriting:
         def forward(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
             return self.write.call(loss, self.layer.product, target, *args, **kwargs)
 
+        counted: Counted | None = None
         h, steps = self.taken(forward)
         target, reduction, ignored = loss.args[1], *loss.args[3:5]
         b = self.layer.b
@@ -49,17 +65,45 @@ class _Rewriting:
         scores = forward(aten.unsqueeze.default, _cast(forward(aten.sub.Tensor, picked, lse), self.narrow, forward), 1)
         counts = forward(aten.div.Tensor_mode, target, self.words, rounding_mode="floor")
         classes = forward(aten.masked_fill.Scalar, counts, forward(aten.eq.Scalar, target, ignored), IGNORED)
-        of_one = (scores, classes, None, reduction, IGNORED)
-        loss.replace_all_uses_with(self.write.call(loss, loss, LOSS, *of_one))
+        weight = loss.args[2]
+        of_one = (scores, classes, None, reduction if weight is None else NONE, IGNORED)
+        made = self.write.call(loss, loss, LOSS, *of_one)
+        if weight is None:
+            loss.replace_all_uses_with(made)
+        else:
+            counted = self.weighted(made, weight, target, reduction, ignored)
         if self.head.total is not None:
             total = forward(aten.sub.Tensor, forward(_torch.getitem, log_prob, 1), forward(aten.mul.Tensor, lse, self.words))
             self.later(self.head.total, _cast(total, self.narrow, forward))
         for n in self.head.normal:
             self.later(n, _cast(forward(aten.view.default, lse, list(shape(n))), n.meta["val"].dtype, forward))
         if self.head.gradients is not None:
-            self.backward(self.head.gradients, of_one, operands, lse, steps)
+            self.backward(self.head.gradients, of_one, operands, lse, steps, counted)
 
-    def backward(self, g: Gradients, of_one: tuple[Any, ...], operands: tuple[Any, ...], lse: fx.Node, steps: list[fx.Node]) -> None:
+    def weighted(self, made: fx.Node, weight: Any, target: Any, reduction: Any, ignored: Any) -> Counted:
+        """made: the loss of every token, by itself. What reads the loss reads what follows from it."""
+        loss = self.head.loss
+
+        def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+            return self.write.call(loss, loss, target, *args, **kwargs)
+
+        out = call(aten.eq.Scalar, target, ignored)
+        each = call(
+            aten.masked_fill.Scalar, call(aten.index_select.default, weight, 0, call(aten.masked_fill.Scalar, target, out, 0)), out, 0
+        )
+        value = call(aten.mul.Tensor, call(_torch.getitem, made, 0), each)
+        whole = call(aten.sum.default, each)
+        if reduction != NONE:
+            value = call(aten.sum.default, value)
+        if reduction == MEAN:
+            value = call(aten.div.Tensor, value, whole)
+        for n in list(loss.users):
+            n.replace_all_uses_with(value if n.args[1] == 0 else whole)
+        return Counted(each, whole if reduction == MEAN else None, call(_torch.getitem, made, 1))
+
+    def backward(
+        self, g: Gradients, of_one: tuple[Any, ...], operands: tuple[Any, ...], lse: fx.Node, steps: list[fx.Node], counted: Counted | None
+    ) -> None:
         order = {n: i for i, n in enumerate(self.write.graph.nodes)}
         last = max((g.softmax, *(product for _, product in g.normal)), key=order.__getitem__)  # then every gradient is there
 
@@ -67,7 +111,13 @@ class _Rewriting:
             return self.write.call(last, g.softmax, target, *args, **kwargs)
 
         wide = lse.meta["val"].dtype
-        start = call(LOSS_BACKWARD, g.start.args[0], *of_one, g.start.args[6])
+        grad, total = g.start.args[0], g.start.args[6]
+        if counted is not None:
+            grad, total = (
+                call(aten.mul.Tensor, counted.each, grad if counted.whole is None else call(aten.div.Tensor, grad, counted.whole)),
+                counted.total,
+            )
+        start = call(LOSS_BACKWARD, grad, *of_one, total)
         of_target = _cast(call(aten.squeeze.dim, start, 1), wide, call)
         of_total, of_lse = None, call(aten.neg.default, of_target)
         if g.total is not None:

@@ -2,6 +2,8 @@
 
     nll_loss(log_softmax(rows of cap tanh(s (h w^T + b) / cap)), y), and with label smoothing a sum of the log-probabilities as well, with a z-loss the log-sum-exp of the same rows
 
+Classes may have weights, but not where the loss is smoothed: the sum is then one of weighted log-probabilities, which the operator does not make.
+
 In backward, what leads from that loss to the products that make the gradients of h and w is, by the chain rule, the derivative of what was found, however it is written; so
 it is not compared operator by operator. It has to read nothing but what belongs to the pattern, and to lead nowhere else.
 """
@@ -64,7 +66,7 @@ def loss_heads(graph: fx.Graph) -> list[LossHead]:
 
 def _head(loss: fx.Node) -> LossHead | None:
     log_p = same(loss.args[0])
-    if not isinstance(log_p, fx.Node) or log_p.target is not SOFTMAX or len(shape(log_p)) != 2 or loss.args[2] is not None:
+    if not isinstance(log_p, fx.Node) or log_p.target is not SOFTMAX or len(shape(log_p)) != 2:
         return None
     if log_p.args[1] not in (1, -1) or log_p.args[2] or shape(log_p)[1] < 2:
         return None
@@ -130,7 +132,7 @@ def _gradients(
     start: fx.Node, loss: fx.Node, log_p: fx.Node, logits: Logits, forward: set[fx.Node], rows: list[fx.Node], normal: list[fx.Node]
 ) -> tuple[Gradients, set[fx.Node]] | None:
     """And all that lies on the way to them."""
-    if same(start.args[2]) is not same(loss.args[1]) or start.args[3:6] != loss.args[2:5]:
+    if any(same(a) != same(b) for a, b in zip(start.args[2:6], loss.args[1:5], strict=True)):
         return None
     softmax = [n for n in _readers(log_p) if n.target is SOFTMAX_BACKWARD]
     if len(softmax) != 1:
