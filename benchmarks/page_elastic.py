@@ -18,7 +18,14 @@ def surviving(results: dict[str, Result]) -> str:
     names = ("detect_s", "group_s", "state_s", "step_s", "total_s")
     meshes = {"dp 4": r, "dp 2 x tp 2": results["elastic_tp"], "pp 2 x dp 2": results["elastic_pp"]}
     losses = [
-        [mesh, str(x["rank"]), *(f"{1e3 * x[k]:,.0f} ms" for k in names), size(x["moved_bytes"])]
+        [
+            mesh,
+            str(x["rank"]),
+            *(f"{1e3 * x[k]:,.0f} ms" for k in names),
+            size(x["moved_bytes"]),
+            size(x["least_bytes"]) if "least_bytes" in x else "",
+            _ahead(x),
+        ]
         for mesh, of in meshes.items()
         for x in of["losses"]
     ]
@@ -40,10 +47,12 @@ def surviving(results: dict[str, Result]) -> str:
     return f"""## Surviving a process
 
 A Llama of {r["layers"]} layers and width {r["hidden"]}, `{r["layout"]}` on {r["processes"]} gloo processes of this machine ({r["backend"]}), under [the supervisor](elastic.md). From a kill in the midst of
-a step to the next finished one, by part; the slowest survivor's times. Nothing is captured or compiled in it, but for the pipeline, whose step for the mesh that
-is left is.
+a step to the next finished one, by part; the slowest survivor's times. Nothing is captured or compiled in it. The machine was shared with other programs.
 
-{table(["mesh", "rank", "seen", "new group", "state moved", "step", "all", "moved"], losses)}
+{table(["mesh", "rank", "seen", "new group", "state moved", "step", "all", "moved", "at least", "first step, steps ahead"], losses)}
+
+"At least" is what the new shards have of which their ranks have neither their own nor their partner's copy. The last column is what the first step took, capture and compilation included, and what
+making the steps for the mesh that is left took behind it, which training waits for.
 
 The same training, where another process takes the place of the one that was killed (`--rejoin 1`): from its start until it is
 ready, with imports, capture and compilation, beside the others' steps on the same two cores; until all are between two steps; for how long the others stand still
@@ -51,7 +60,7 @@ for it, with its two parts; the first step. Other programs ran on the machine, t
 
 {table(["rank", "ready after", "steps meanwhile", "let in", "others stand", "new group", "state moved", "first step", "moved"], joins)}
 
-A step's time where nobody is lost, medians over {r["rounds"]} rounds in which cases took turns. On gloo a copy takes the cores that compute meanwhile; a network of its own
+{_soaked(results.get("elastic_soak"))}A step's time where nobody is lost, medians over {r["rounds"]} rounds in which cases took turns. On gloo a copy takes the cores that compute meanwhile; a network of its own
 would not. Each rank kept {size(r["held_bytes"])} in host memory at most.
 
 {table(["case", "step", "ratio"], cost)}
@@ -62,6 +71,28 @@ would not. Each rank kept {size(r["held_bytes"])} in host memory at most.
 {table(["devices", "step", "memory", "moves", "idle"], plans)}
 
 {origin(results, "elastic", "elastic_tp", "elastic_pp", "elastic_joins", "elastic_templates")}"""
+
+
+def _ahead(x: dict[str, Any]) -> str:
+    return f"{x['first_s']:.1f} s, {x['ahead_s']:.1f} s" if "ahead_s" in x else ""
+
+
+def _soaked(r: Result | None) -> str:
+    if r is None:
+        return ""
+    rows = [
+        [str(s["seed"]), ", ".join(s["ways"]), "yes" if s["rejoin"] else "", str(s["runs"]), str(s["kills"]), str(s["joins"]), f"{s['seconds']:,.0f} s", str(s["failures"])]
+        for s in r["soaks"]
+    ]  # fmt: skip
+    kills, runs = (sum(s[k] for s in r["soaks"]) for k in ("kills", "runs"))
+    return f"""Processes killed at random places of random steps, {kills} in {runs} runs of four, some two at once or in a recovery, some with another process in their place. A run is a failure
+where its losses, parameters, buffers or schedule are not those of one process of plain PyTorch, or where it does not end.
+
+{table(["seed", "ways", "rejoin", "runs", "killed, survived", "joins", "time", "failures"], rows)}
+
+{origin({"elastic_soak": r}, "elastic_soak")}
+
+"""
 
 
 def failures(results: dict[str, Result]) -> str:
