@@ -18,14 +18,7 @@ def surviving(results: dict[str, Result]) -> str:
     names = ("detect_s", "group_s", "state_s", "step_s", "total_s")
     meshes = {"dp 4": r, "dp 2 x tp 2": results["elastic_tp"], "pp 2 x dp 2": results["elastic_pp"]}
     losses = [
-        [
-            mesh,
-            str(x["rank"]),
-            *(f"{1e3 * x[k]:,.0f} ms" for k in names),
-            size(x["moved_bytes"]),
-            size(x["least_bytes"]) if "least_bytes" in x else "",
-            _ahead(x),
-        ]
+        [mesh, str(x["rank"]), *(f"{1e3 * x[k]:,.0f} ms" for k in names), size(x["moved_bytes"])]
         for mesh, of in meshes.items()
         for x in of["losses"]
     ]
@@ -49,11 +42,9 @@ def surviving(results: dict[str, Result]) -> str:
 A Llama of {r["layers"]} layers and width {r["hidden"]}, `{r["layout"]}` on {r["processes"]} gloo processes of this machine ({r["backend"]}), under [the supervisor](elastic.md). From a kill in the midst of
 a step to the next finished one, by part; the slowest survivor's times. Nothing is captured or compiled in it. The machine was shared with other programs.
 
-{table(["mesh", "rank", "seen", "new group", "state moved", "step", "all", "moved", "at least", "first step, steps ahead"], losses)}
+{table(["mesh", "rank", "seen", "new group", "state moved", "step", "all", "moved"], losses)}
 
-"At least" is what the new shards have of which their ranks have neither their own nor their partner's copy. The last column is what the first step took, capture and compilation included, and what
-making the steps for the mesh that is left took behind it, which training waits for.
-
+{_ahead(results)}
 The same training, where another process takes the place of the one that was killed (`--rejoin 1`): from its start until it is
 ready, with imports, capture and compilation, beside the others' steps on the same two cores; until all are between two steps; for how long the others stand still
 for it, with its two parts; the first step. Other programs ran on the machine, too.
@@ -65,7 +56,7 @@ would not. Each rank kept {size(r["held_bytes"])} in host memory at most.
 
 {table(["case", "step", "ratio"], cost)}
 
-[Plans ahead](elastic.md#plans-ahead) of {ahead["model"]} on {ahead["cluster"]}, {ahead["batch"]} sequences of {ahead["tokens"]:,}, by the cost model's prices, made in
+{_cost(results.get("elastic_cost"))}[Plans ahead](elastic.md#plans-ahead) of {ahead["model"]} on {ahead["cluster"]}, {ahead["batch"]} sequences of {ahead["tokens"]:,}, by the cost model's prices, made in
 {ahead["seconds"]:.0f} s. "moves": from the number above, at most.
 
 {table(["devices", "step", "memory", "moves", "idle"], plans)}
@@ -73,8 +64,58 @@ would not. Each rank kept {size(r["held_bytes"])} in host memory at most.
 {origin(results, "elastic", "elastic_tp", "elastic_pp", "elastic_joins", "elastic_templates")}"""
 
 
-def _ahead(x: dict[str, Any]) -> str:
-    return f"{x['first_s']:.1f} s, {x['ahead_s']:.1f} s" if "ahead_s" in x else ""
+def _ahead(results: dict[str, Result]) -> str:
+    names = [n for n in ("elastic_moved", "elastic_moved_tp", "elastic_moved_pp") if n in results]
+    if not names:
+        return ""
+    rows = [
+        [_mesh(results[n]), str(x["rank"]), size(x["moved_bytes"]), size(x["least_bytes"]), "1.000" if x["moved_bytes"] == x["least_bytes"] else f"{x['moved_bytes'] / (x['least_bytes'] or 1):.3f}",
+         f"{x['first_s']:.1f} s", f"{x['ahead_s']:.1f} s"]
+        for n in names for x in results[n]["losses"]
+    ]  # fmt: skip
+    return f"""What moves, beside the least that must: what new shards have of which their ranks hold neither their own nor their partner's copy. And what the first step took, with capture and
+compilation, and after it the steps for the mesh that is left, which training waits for; on a machine that others kept busy, so only their ratio tells anything.
+
+{table(["mesh", "rank", "moved", "at least", "ratio", "first step", "steps ahead"], rows)}
+
+{origin(results, *names)}
+
+"""
+
+
+def _mesh(r: Result) -> str:
+    axes = {"pp": r["pp"], "dp": r["processes"] // (r["pp"] * r["tp"]), "tp": r["tp"]}
+    return " x ".join(f"{a} {n}" for a, n in axes.items() if n > 1)
+
+
+def _target(ratio: dict[str, Any]) -> str:
+    """Beside what copies that hide should cost at most."""
+    if ratio["high"] <= 1.02:
+        return "That is within the 2 % that copies should cost at most."
+    return (
+        "That is not shown to be within the 2 % that copies should cost at most."
+        if ratio["low"] <= 1.02
+        else "That is more than the 2 % that copies should cost at most."
+    )
+
+
+def _cost(r: Result | None) -> str:
+    if r is None:
+        return ""
+    c, s = r["ratio"], r["step_s"]
+    where = (
+        "the link that the step's collectives take"
+        if r["copies"] == "shared"
+        else f"a link of their own of {r['copies'].split(',')[1]} MB a second"
+    )
+    return f"""Over a slow link, on which waiting takes no core (`benchmarks/slow_link`), {r["processes"]} processes, `{r["layout"]}`, a copy after each step over {where}: {s["with"]:.2f} s a step, without
+`elastic=` {s["without"]:.2f}; in turns of some steps each, with by without, {c["median"]:.3f} ({c["low"]:.3f} to {c["high"]:.3f}). {_target(c)} A copy is {size(r["copy_bytes"])} a rank, which that link carries in
+{r["link_needs_s"]:.2f} s: it is predicted {"to hide" if r["hides"] else "not to hide"}. Kept in host memory: {size(r["held_bytes"])}, predicted {size(r["predicted_bytes"])}. Copying the shard and the sums over it and its partner's are waited for; gloo moves the bytes on the cores that compute, which a network would not; and other programs kept
+these busy. Steps are of {r["batch"] * r["sequence"]:,} tokens.
+
+{origin({"elastic_cost": r}, "elastic_cost")}
+
+"""
 
 
 def _soaked(r: Result | None) -> str:
