@@ -44,7 +44,7 @@ def main() -> None:
     p.add_argument("--processes", type=int, default=4)
     p.add_argument("--layout", default="fsdp", help="a hand layout, or planned")
     p.add_argument("--tp", type=int, default=1, help="ranks of a second axis of the mesh")
-    p.add_argument("--pp", type=int, default=1, help="stages of a pipeline, whose step is compiled after a loss")
+    p.add_argument("--pp", type=int, default=1, help="stages of a pipeline")
     p.add_argument("--backend", default="aot_eager")
     p.add_argument("--hidden", type=int, default=256)
     p.add_argument("--layers", type=int, default=4)
@@ -63,13 +63,14 @@ def main() -> None:
         work(a, int(every), int(lose), Path(folder))
         return
     cost, held = costs(a) if a.rounds else ([], 0)
-    losses = []
+    losses: list[dict[str, Any]] = []
     for n in range(a.kills):
         row = loss(a, n % a.processes)
         losses.append(row)
         parts = ", ".join(f"{k.removesuffix('_s')} {1e3 * row[k]:.0f}" for k in ("detect_s", "group_s", "state_s", "step_s"))
         print(
-            f"rank {row['rank']} lost: {1e3 * row['total_s']:.0f} ms to the next finished step ({parts}); {row['moved_bytes']:,} bytes moved",
+            f"rank {row['rank']} lost: {1e3 * row['total_s']:.0f} ms to the next finished step ({parts}); {row['moved_bytes']:,} bytes moved, {row['least_bytes']:,} at least; "
+            f"the first step took {row['first_s']:.1f} s, and those made ahead {row['ahead_s']:.1f} s more",
             flush=True,
         )
     joins = []
@@ -126,10 +127,11 @@ def loss(a: argparse.Namespace, rank: int) -> dict[str, Any]:
     left = [r for r in ranks if "recovery" in r]
     last = max(left, key=lambda r: float(r["redone"]))
     done = last["recovery"]
-    assert a.pp > 1 or all(r["captured"] == 0 for r in left), "something was captured after the loss"
+    assert all(r["captured"] == 0 for r in left), "something was captured after the loss"
     return {
         "rank": rank, "total_s": last["redone"] - died, "group_s": done["regroup_s"], "state_s": done["move_s"],
         "detect_s": last["recovered"] - done["regroup_s"] - done["move_s"] - died, "step_s": last["redone"] - last["recovered"], "moved_bytes": done["moved_bytes"],
+        "least_bytes": done["least_bytes"], "ahead_s": max(r["ahead_s"] for r in left), "first_s": max(r["steps_s"][0] - r["ahead_s"] for r in left),
     }  # fmt: skip
 
 
@@ -174,7 +176,7 @@ def work(a: argparse.Namespace, every: int, lose: int, folder: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     loader = [torch.randint(1024, (a.batch, a.seq), generator=generator) for _ in range(a.steps)]
     found: dict[str, Any] = {"steps_s": [], "held_bytes": 0}
-    begun = time.perf_counter()
+    begun, ahead_s = time.perf_counter(), 0.0
     for number, ids in enumerate(session.batches(batches(a, session, loader)) if session else loader):
         note_join(found, session, False)
         with session.step() if session else contextlib.nullcontext(number) as step:
@@ -189,6 +191,7 @@ def work(a: argparse.Namespace, every: int, lose: int, folder: Path) -> None:
         begun = time.perf_counter()
         if session and step == -1:
             found["rehearsed"] = time.time()
+        ahead_s = session.ahead.seconds if session and number == 0 else ahead_s
         note_join(found, session, True)
         if session and session.recoveries and "recovered" not in found:
             found["recovered"] = time.time()  # the step that was left; its repetition comes now
@@ -197,9 +200,15 @@ def work(a: argparse.Namespace, every: int, lose: int, folder: Path) -> None:
     if session:
         found["held_bytes"] = session.holdings.bytes()
         found["captured"] = model.programs.captured
+        found["ahead_s"] = ahead_s
         for r in session.recoveries:
             if not r.joined:
-                found["recovery"] = {"regroup_s": r.regroup_s, "move_s": r.move_s, "moved_bytes": r.moved.bytes}
+                found["recovery"] = {
+                    "regroup_s": r.regroup_s,
+                    "move_s": r.move_s,
+                    "moved_bytes": r.moved.bytes,
+                    "least_bytes": r.moved.least_bytes,
+                }
     (folder / os.environ[words.WORKER]).write_text(json.dumps(found))  # a number that a loss does not change
     dist.destroy_process_group()
 

@@ -40,28 +40,100 @@ def surviving(results: dict[str, Result]) -> str:
     return f"""## Surviving a process
 
 A Llama of {r["layers"]} layers and width {r["hidden"]}, `{r["layout"]}` on {r["processes"]} gloo processes of this machine ({r["backend"]}), under [the supervisor](elastic.md). From a kill in the midst of
-a step to the next finished one, by part; the slowest survivor's times. Nothing is captured or compiled in it, but for the pipeline, whose step for the mesh that
-is left is.
+a step to the next finished one, by part; the slowest survivor's times. Nothing is captured or compiled in it. The machine was shared with other programs.
 
 {table(["mesh", "rank", "seen", "new group", "state moved", "step", "all", "moved"], losses)}
 
+{_ahead(results)}
 The same training, where another process takes the place of the one that was killed (`--rejoin 1`): from its start until it is
 ready, with imports, capture and compilation, beside the others' steps on the same two cores; until all are between two steps; for how long the others stand still
 for it, with its two parts; the first step. Other programs ran on the machine, too.
 
 {table(["rank", "ready after", "steps meanwhile", "let in", "others stand", "new group", "state moved", "first step", "moved"], joins)}
 
-A step's time where nobody is lost, medians over {r["rounds"]} rounds in which cases took turns. On gloo a copy takes the cores that compute meanwhile; a network of its own
+{_soaked(results.get("elastic_soak"))}A step's time where nobody is lost, medians over {r["rounds"]} rounds in which cases took turns. On gloo a copy takes the cores that compute meanwhile; a network of its own
 would not. Each rank kept {size(r["held_bytes"])} in host memory at most.
 
 {table(["case", "step", "ratio"], cost)}
 
-[Plans ahead](elastic.md#plans-ahead) of {ahead["model"]} on {ahead["cluster"]}, {ahead["batch"]} sequences of {ahead["tokens"]:,}, by the cost model's prices, made in
+{_cost(results.get("elastic_cost"))}[Plans ahead](elastic.md#plans-ahead) of {ahead["model"]} on {ahead["cluster"]}, {ahead["batch"]} sequences of {ahead["tokens"]:,}, by the cost model's prices, made in
 {ahead["seconds"]:.0f} s. "moves": from the number above, at most.
 
 {table(["devices", "step", "memory", "moves", "idle"], plans)}
 
 {origin(results, "elastic", "elastic_tp", "elastic_pp", "elastic_joins", "elastic_templates")}"""
+
+
+def _ahead(results: dict[str, Result]) -> str:
+    names = [n for n in ("elastic_moved", "elastic_moved_tp", "elastic_moved_pp") if n in results]
+    if not names:
+        return ""
+    rows = [
+        [_mesh(results[n]), str(x["rank"]), size(x["moved_bytes"]), size(x["least_bytes"]), "1.000" if x["moved_bytes"] == x["least_bytes"] else f"{x['moved_bytes'] / (x['least_bytes'] or 1):.3f}",
+         f"{x['first_s']:.1f} s", f"{x['ahead_s']:.1f} s"]
+        for n in names for x in results[n]["losses"]
+    ]  # fmt: skip
+    return f"""What moves, beside the least that must: what new shards have of which their ranks hold neither their own nor their partner's copy. And what the first step took, with capture and
+compilation, and after it the steps for the mesh that is left, which training waits for; on a machine that others kept busy, so only their ratio tells anything.
+
+{table(["mesh", "rank", "moved", "at least", "ratio", "first step", "steps ahead"], rows)}
+
+{origin(results, *names)}
+
+"""
+
+
+def _mesh(r: Result) -> str:
+    axes = {"pp": r["pp"], "dp": r["processes"] // (r["pp"] * r["tp"]), "tp": r["tp"]}
+    return " x ".join(f"{a} {n}" for a, n in axes.items() if n > 1)
+
+
+def _target(ratio: dict[str, Any]) -> str:
+    """Beside what copies that hide should cost at most."""
+    if ratio["high"] <= 1.02:
+        return "That is within the 2 % that copies should cost at most."
+    return (
+        "That is not shown to be within the 2 % that copies should cost at most."
+        if ratio["low"] <= 1.02
+        else "That is more than the 2 % that copies should cost at most."
+    )
+
+
+def _cost(r: Result | None) -> str:
+    if r is None:
+        return ""
+    c, s = r["ratio"], r["step_s"]
+    where = (
+        "the link that the step's collectives take"
+        if r["copies"] == "shared"
+        else f"a link of their own of {r['copies'].split(',')[1]} MB a second"
+    )
+    return f"""Over a slow link, on which waiting takes no core (`benchmarks/slow_link`), {r["processes"]} processes, `{r["layout"]}`, a copy after each step over {where}: {s["with"]:.2f} s a step, without
+`elastic=` {s["without"]:.2f}; in turns of some steps each, with by without, {c["median"]:.3f} ({c["low"]:.3f} to {c["high"]:.3f}). {_target(c)} A copy is {size(r["copy_bytes"])} a rank, which that link carries in
+{r["link_needs_s"]:.2f} s: it is predicted {"to hide" if r["hides"] else "not to hide"}. Kept in host memory: {size(r["held_bytes"])}, predicted {size(r["predicted_bytes"])}. Copying the shard and the sums over it and its partner's are waited for; gloo moves the bytes on the cores that compute, which a network would not; and other programs kept
+these busy. Steps are of {r["batch"] * r["sequence"]:,} tokens.
+
+{origin({"elastic_cost": r}, "elastic_cost")}
+
+"""
+
+
+def _soaked(r: Result | None) -> str:
+    if r is None:
+        return ""
+    rows = [
+        [str(s["seed"]), ", ".join(s["ways"]), "yes" if s["rejoin"] else "", str(s["runs"]), str(s["kills"]), str(s["joins"]), f"{s['seconds']:,.0f} s", str(s["failures"])]
+        for s in r["soaks"]
+    ]  # fmt: skip
+    kills, runs = (sum(s[k] for s in r["soaks"]) for k in ("kills", "runs"))
+    return f"""Processes killed at random places of random steps, {kills} in {runs} runs of four, some two at once or in a recovery, some with another process in their place. A run is a failure
+where its losses, parameters, buffers or schedule are not those of one process of plain PyTorch, or where it does not end.
+
+{table(["seed", "ways", "rejoin", "runs", "killed, survived", "joins", "time", "failures"], rows)}
+
+{origin({"elastic_soak": r}, "elastic_soak")}
+
+"""
 
 
 def failures(results: dict[str, Result]) -> str:

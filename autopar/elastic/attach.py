@@ -66,20 +66,16 @@ def attach(model: ParallelModule, options: Elastic, scheduled: Scheduled | None 
             fix="compile one module that holds both models, or leave elastic= out",
         )
     full = int(os.environ.get(words.FULL, n))
-    if words.FULL in os.environ and model._builder.pipeline is not None:
-        raise AutoparError(
-            "processes cannot join a pipeline yet",
-            where=WHERE,
-            fix="start the run without --rejoin, with all its nodes there; or use a mesh without an axis pp",
-        )
-    ahead = Ahead(model, max(1, n - options.survive) if full > n else 1 if n == 1 else n - options.survive, full, asked_axes(), scheduled)
+    ahead = Ahead(
+        model, max(1, n - options.survive) if full > n else 1 if n == 1 else n - options.survive, full, asked_axes(), scheduled, _place()
+    )
     member, newcomer = None, None
     if full > 1:
         member = _members[0] if _members else Member(options)
         _members[:] = [member]
     if member is not None and joins():
         newcomer = Newcomer(member)
-        newcomer.compare("model", program.of_model(model, options, ahead.axes))
+        newcomer.compare("model", program.of_model(model, options, ahead.axes, ahead.lists_for(ahead.largest)))
         if model._config.layout is None:
             ahead.follow(newcomer.plans())
     elif n > 1:
@@ -88,8 +84,14 @@ def attach(model: ParallelModule, options: Elastic, scheduled: Scheduled | None 
         rank = dist.get_rank()
         _torch.note_between(end for r, theirs in enumerate(ends) if r != rank for end in theirs)
     if member is not None and member.grows and newcomer is None and dist.get_rank() == 0:
-        words.write(member.store, words.program("model"), program.of_model(model, options, ahead.axes))
+        words.write(member.store, words.program("model"), program.of_model(model, options, ahead.axes, ahead.lists_for(ahead.largest)))
     _attached[model] = Attached(options, member, ahead, newcomer)
+
+
+def _place() -> int | None:
+    """Of this process among as many as the run may have; None where nobody says so."""
+    place = os.environ.get(words.PLACE)
+    return None if place is None else int(place)
 
 
 def attached_to(model: object) -> Attached:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from autopar.tensors.owned import chunk
 
 Box = tuple[tuple[int, int], ...]
 Sizes = tuple[int, ...]  # of a mesh's axes
+Lies = tuple[tuple[int | None, ...], tuple[int, tuple[int, ...]] | tuple[()]]  # dims and stages of a `Spec`
 ALIGNED = 16  # bytes: where a tensor may begin in a flat buffer
 
 
@@ -17,7 +19,8 @@ ALIGNED = 16  # bytes: where a tensor may begin in a flat buffer
 class Spec:
     """A tensor of the state. dims: by axis of the mesh, the dim that its ranks have chunks of, of ceil(N / W), axis by axis, as DTensor cuts; None: each has all of it.
 
-    stages: of a pipeline, its axis of the mesh and the places along it that have the tensor; empty: all have. A tensor of one number has the shape (1,)."""
+    stages: of a pipeline, its axis of the mesh and the places along it that have the tensor; empty: all have. A tensor of one number has the shape (1,). on_host: it is in host memory on
+    whatever device parameters are, as the counts of most optimizers."""
 
     name: str
     shape: tuple[int, ...]
@@ -25,6 +28,7 @@ class Spec:
     element_bytes: int
     dims: tuple[int | None, ...]
     stages: tuple[int, tuple[int, ...]] | tuple[()] = ()
+    on_host: bool = False
 
     def box(self, rank: int, sizes: Sizes) -> Box:
         """sizes: of the mesh, whose last axis is the innermost."""
@@ -47,6 +51,19 @@ def common(a: Box, b: Box) -> Box | None:
             return None
         out.append((begin, end - begin))
     return tuple(out)
+
+
+def missing(wanted: Box, held: Iterable[Box]) -> int:
+    """Elements of `wanted` that are in none of a few boxes, by inclusion and exclusion."""
+    known = list(dict.fromkeys(c for box in held if elements(box) and (c := common(wanted, box)) is not None))
+    found = elements(wanted)
+    for k in range(1, len(known) + 1):
+        for some in itertools.combinations(known, k):
+            both: Box | None = some[0]
+            for box in some[1:]:
+                both = None if both is None else common(both, box)
+            found += (-1) ** k * (0 if both is None else elements(both))
+    return found
 
 
 def within(part: Box, whole: Box) -> tuple[slice, ...]:
@@ -105,6 +122,6 @@ class Moves:
                     yield Move(by, old, spec, piece, box, wanted)
 
 
-def laid_out(specs: Sequence[Spec], dims: Mapping[str, tuple[int | None, ...]]) -> tuple[Spec, ...]:
+def laid_out(specs: Sequence[Spec], lies: Mapping[str, Lies]) -> tuple[Spec, ...]:
     """The same tensors on another mesh."""
-    return tuple(Spec(s.name, s.shape, s.dtype, s.element_bytes, dims[s.name]) for s in specs)
+    return tuple(replace(s, dims=lies[s.name][0], stages=lies[s.name][1]) for s in specs)

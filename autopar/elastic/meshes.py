@@ -13,6 +13,11 @@ from collections.abc import Mapping
 from autopar.planner.axes import PIPELINE
 
 
+def ranks_of(place: int, largest: int, ranks: int) -> range:
+    """What the rank of the process at `place` of `largest` may be where `ranks` of them are there, itself among them: ranks have the order of places."""
+    return range(max(0, place - (largest - ranks)), min(place, ranks - 1) + 1)
+
+
 def axes_for(axes: Mapping[str, int], ranks: int) -> dict[str, int]:
     """Sizes of the axes of `ranks` ranks. Of those that fill them, the other axes' sizes that have the largest product; of equals the last axes keep theirs."""
     first = next((a for a in axes if a != PIPELINE), PIPELINE)

@@ -47,6 +47,12 @@ def joins() -> bool:
     return words.JOINS in os.environ
 
 
+def timeout_of_groups_s() -> float:
+    """Of the process group that there is; torch's own where its backend does not say."""
+    timeout = _torch.default_timeout("cpu")
+    return 1800.0 if timeout is None else timeout.total_seconds()
+
+
 def asked_axes() -> dict[str, int] | None:
     """The mesh that the program asked for, where this process joins; the size of its first axis means nothing."""
     return _world.axes or None
@@ -83,8 +89,7 @@ def imagined_mesh(mesh: DeviceMesh | tuple[int, ...] | Mapping[str, int] | None)
         if torch.cuda.is_available() and dist.get_backend() != "gloo"
         else "cpu"
     )
-    timeout = _torch.default_timeout("cpu")
-    _world.backend, _world.timeout_s = str(dist.get_backend()), 1800.0 if timeout is None else timeout.total_seconds()
+    _world.backend, _world.timeout_s = str(dist.get_backend()), timeout_of_groups_s()
     full = int(os.environ[words.FULL])
     _torch.leave_groups()
     _torch.imagined_world(full - 1, full)  # the last rank: what programs let the first one do, such as writing files, it shall not do

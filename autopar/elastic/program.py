@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 
 from autopar.distributed.agreement import DisagreementError, difference
 from autopar.elastic.options import Elastic
+from autopar.pipeline import Lists
+from autopar.planner.axes import PIPELINE
 from autopar.runtime.facts import PLAN
 from autopar.runtime.module import ParallelModule
 
@@ -21,18 +23,22 @@ FIX = "start it with the program, the arguments and the versions that the run wa
 Texts = Mapping[str, str]  # by what it is for people
 
 
-def of_model(model: ParallelModule, options: Elastic, axes: Mapping[str, int]) -> dict[str, str]:
-    """What is compared when a module is compiled, and the versions of what compiles it. axes: of the mesh, whose first one's size is not compared."""
+def of_model(model: ParallelModule, options: Elastic, axes: Mapping[str, int], lists: Lists | None) -> dict[str, str]:
+    """What is compared when a module is compiled, and the versions of what compiles it. axes: of the mesh; the size of the one that follows the number of ranks is not compared. lists: a pipeline's
+    schedule where all ranks are there that there may be."""
     said = {k: text for k, text in model._builder.facts().items() if k != PLAN}  # which one that joins has from the run
-    facts = {k: "\n".join(x for x in text.splitlines() if not x.startswith("mesh=")) for k, text in said.items()}
-    first, *others = axes.items()
-    mesh = " x ".join([first[0], *(f"{name}={size}" for name, size in others)])
-    return {**facts, "elastic=": repr(options), "the mesh behind its first axis": mesh, "the version of torch": torch.__version__}
+    facts = {k: "\n".join(x for x in text.splitlines() if not x.startswith(("mesh=", "schedule="))) for k, text in said.items()}
+    varies = next((a for a in axes if a != PIPELINE), PIPELINE)
+    mesh = " x ".join(name if name == varies else f"{name}={size}" for name, size in axes.items())
+    return {
+        **facts, "elastic=": repr(options), "the mesh's other axes": mesh, "the schedule of the pipeline": "" if lists is None else lists.text(),
+        "the version of torch": torch.__version__,
+    }  # fmt: skip
 
 
 def of_session(model: ParallelModule, optimizer: Optimizer, others: list[Any]) -> dict[str, str]:
     """What is optimized by what, and what counts along."""
-    names = {id(p): n for n, p in model.named_parameters()}
+    names = {id(p): n for n, p in model._builder.model.named_parameters()}  # those on other stages, too
     groups = "\n".join(
         f"group {i}: {', '.join(sorted(set(g) - {'params'}))}\n" + "\n".join(f"group {i}: {names.get(id(p))}" for p in g["params"])
         for i, g in enumerate(optimizer.param_groups)

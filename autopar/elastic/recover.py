@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from autopar.elastic.boxes import Moves, Sizes, Spec, elements, laid_out, offsets, within
+from autopar.elastic.boxes import Moves, Sizes, Spec, elements, laid_out, missing, offsets, within
 from autopar.elastic.copies import Copies, Holdings
 from autopar.elastic.member import Member, StoppedError
 from autopar.elastic.protocol import Shard, sources, version_to_go_on_from
-from autopar.elastic.state import COUNT, Alike, Packed, State, dims_of
+from autopar.elastic.state import Alike, Packed, State
 from autopar.runtime.module import ParallelModule
 
 LIVE = -1  # the generation of what all ranks have whole
@@ -23,9 +23,10 @@ Random = tuple[torch.Tensor, bool]  # torch's own random state, and whether it i
 
 @dataclass(frozen=True)
 class Moved:
-    """bytes: that ranks sent each other: those that who got them had neither as an owner nor as a partner."""
+    """bytes: that ranks sent each other; least_bytes: what they could not do without: of each rank's new shard, what it has neither as an owner nor as a partner."""
 
     bytes: int
+    least_bytes: int = 0
 
 
 class Recovering(Protocol):
@@ -56,7 +57,7 @@ def recover(session: Recovering, was_split: bool) -> Moved:
     own = {shard for shard in session.holdings.own if shard in mine}
     if not was_split and session.is_live:
         live = Shard(session.version, LIVE, 1, 0)
-        mine[live] = session.state.pack(0, (1,) * len(session.state.sizes))
+        mine[live] = session.state.pack_whole()
         own.add(live)
         if is_split:  # of what one rank alone had, each gets a part: it is kept until the copies of those are whole
             session.holdings.own[live] = mine[live]
@@ -72,12 +73,13 @@ def recover(session: Recovering, was_split: bool) -> Moved:
     assert math.prod(olds) == ranks
     builder = session.model._builder
     sizes = session.state.sizes
-    places = {n: builder.lies(n, tuple(p.shape)) for n, p in session.model.named_parameters()}
-    lie = {n: dims_of(how) for n, (_, how) in places.items()}
-    after = laid_out(specs, {s.name: (None,) * len(sizes) if s.name.startswith(COUNT) else lie[s.name.split(" ", 1)[1]] for s in specs})
+    places = {n: builder.lies(n, tuple(p.shape)) for n, p in session.state.parameters()}
+    after = laid_out(specs, session.state.lies(specs, places))
     _, length = offsets(after, copies.rank, sizes)
     new = Packed(after, copies.rank, sizes, torch.empty(length, dtype=torch.uint8))
-    moved = _exchange(copies, Moves(specs, olds, after, sizes, sources(chosen, held, owns)), given, new)
+    held_boxes = {s.name: [s.box(r, olds) for r in given] for s in specs}
+    least = sum(missing(s.box(copies.rank, sizes), held_boxes[s.name]) * s.element_bytes for s in after)
+    moved = _exchange(copies, least, Moves(specs, olds, after, sizes, sources(chosen, held, owns)), given, new)
     alike, random = _alike(copies, None if version not in session.alike else (session.alike[version], session.random_at(version)))
     # Nothing below waits for others: a loss finds the tensors as they were, or all as they are to be.
     counts = session.state.put(new, places)
@@ -88,8 +90,8 @@ def recover(session: Recovering, was_split: bool) -> Moved:
     return moved
 
 
-def _exchange(copies: Copies, moves: Moves, given: dict[int, Packed], new: Packed) -> Moved:
-    """Fills `new`. given: by rank of the old layout, what this rank has. One message for each pair of ranks that has anything to move."""
+def _exchange(copies: Copies, least: int, moves: Moves, given: dict[int, Packed], new: Packed) -> Moved:
+    """Fills `new`. least: bytes that this rank has to get; given: by rank of the old layout, what this rank has. One message for each pair of ranks that has anything to move."""
     views = {r: p.views() for r, p in given.items()}
     mine, me = new.views(), copies.rank
     sending: dict[int, list[torch.Tensor]] = {}
@@ -104,7 +106,7 @@ def _exchange(copies: Copies, moves: Moves, given: dict[int, Packed], new: Packe
         for m in moves.to(to, only=me) if to != me else ():
             piece = views[m.old][m.spec.name][within(m.piece, m.old_box)].contiguous()
             sending.setdefault(to, []).append(piece.reshape(-1).view(torch.uint8))
-    total = sum(_gathered(copies, sum(n for pieces in coming.values() for _, n in pieces)))
+    told = _gathered(copies, (sum(n for pieces in coming.values() for _, n in pieces), least))
     works: list[Any] = []
     out = {to: torch.cat(pieces) for to, pieces in sending.items()}
     into = {by: torch.empty(sum(n for _, n in pieces), dtype=torch.uint8) for by, pieces in coming.items()}
@@ -117,7 +119,7 @@ def _exchange(copies: Copies, moves: Moves, given: dict[int, Packed], new: Packe
         for there, length in pieces:
             there.copy_(into[by][at : at + length].clone().view(there.dtype).view(there.shape))
             at += length
-    return Moved(total)
+    return Moved(sum(got for got, _ in told), sum(needed for _, needed in told))
 
 
 def _gathered(copies: Copies, mine: Any) -> list[Any]:

@@ -35,7 +35,7 @@ from autopar.elastic.ahead import Ahead
 from autopar.elastic.attach import Attached, attached_to
 from autopar.elastic.copies import Copies, Holdings
 from autopar.elastic.member import StoppedError, SupersededError
-from autopar.elastic.newcomer import PAUSE_S, Newcomer
+from autopar.elastic.newcomer import PAUSE_S, Newcomer, timeout_of_groups_s
 from autopar.elastic.program import FIX, digest_of, of_model, of_session, of_steps
 from autopar.elastic.recover import Moved, Random, recover
 from autopar.elastic.remesh import remesh
@@ -78,7 +78,7 @@ class Session:
         self.state = State(model, optimizer, others)
         self.newcomer = attached.newcomer  # until it is let in
         if self.newcomer is None:
-            self.backend, self.timeout_s = str(dist.get_backend()), _torch.default_timeout("cpu").total_seconds()
+            self.backend, self.timeout_s = str(dist.get_backend()), timeout_of_groups_s()
         else:
             self.backend, self.timeout_s = self.newcomer.backend, self.newcomer.timeout_s
             self.newcomer.compare("session", of_session(model, optimizer, self.state.others))
@@ -369,7 +369,8 @@ class Session:
 
     def _newcomers(self, ranks: int) -> int:
         """In a new group, how many are new, and that they may join; those get what is no part of a version. Collective."""
-        digest = digest_of(of_model(self.model, self.options, self.ahead.axes) | of_session(self.model, self.optimizer, self.state.others))
+        mine = of_model(self.model, self.options, self.ahead.axes, self.ahead.lists_for(self.ahead.largest))
+        digest = digest_of(mine | of_session(self.model, self.optimizer, self.state.others))
         told: list[Any] = [None] * ranks
         dist.all_gather_object(told, (self.newcomer is not None or self.is_new, digest, self.passes, self.model._touched))
         new = [x for x in told if x[0]]
@@ -442,6 +443,7 @@ class Session:
             self.ahead.common()
             ahead = ahead and bool(self.model._programs.kinds)
         self.ahead.adopt()
+        self.state.new_mesh()
         self.on_trial = joined > 0
         self.copies = self._new_copies()
         regrouped = time.monotonic()
@@ -465,6 +467,6 @@ class Session:
             r = self.recoveries[-1]
             made = "its step was made ahead" if ahead else "no step was made ahead for so many: the next one is captured and compiled"
             print(
-                f"autopar: {ranks} processes{f', {joined} of them new,' if joined else ''} go on from step {r.version}: group {r.regroup_s:.2f} s, state {r.move_s:.2f} s, {moved.bytes:,} bytes moved; {made}",
+                f"autopar: {ranks} processes{f', {joined} of them new,' if joined else ''} go on from step {r.version}: group {r.regroup_s:.2f} s, state {r.move_s:.2f} s, {moved.bytes:,} bytes moved, {moved.least_bytes:,} at least; {made}",
                 flush=True,
             )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import hashlib
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Placement as DPlacement
@@ -18,13 +19,14 @@ from torch.optim import Optimizer
 
 from autopar import _torch
 from autopar.distributed.agreement import all_gathered
-from autopar.elastic.boxes import Box, Sizes, Spec, offsets
+from autopar.elastic.boxes import Box, Lies, Sizes, Spec, offsets
 from autopar.errors import AutoparError
 from autopar.planner.axes import PIPELINE
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.stages import Pipeline
 from autopar.tensors.memory_format import laid, order_of
 
+Places = Mapping[str, tuple[DeviceMesh, tuple[DPlacement, ...]]]  # of parameters
 COUNT = "count:"  # before the key of what an optimizer counts
 
 
@@ -82,7 +84,7 @@ class State:
 
     def __init__(self, model: ParallelModule, optimizer: Optimizer, others: Sequence[Stateful]) -> None:
         self.model, self.optimizer, self.others = model, optimizer, list(others)
-        names = {id(p): n for n, p in model.named_parameters()}
+        names = {id(p): n for n, p in self.parameters()}
         self._known, self._every = list[str](), tuple[Spec, ...]()  # in a pipeline: of what ranks have, and that of all
         self.names = {p: names[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in names}
         strange = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in names]
@@ -92,6 +94,17 @@ class State:
                 where=type(optimizer).__name__,
                 fix="give the session an optimizer of model.parameters() alone",
             )
+        missing = (set() if self.stages is None else self.stages.away & set(names.values())) - set(self.names.values())
+        if missing:
+            raise AutoparError(
+                f"the optimizer has the parameters of this rank's stages alone, and without {sorted(missing)[0]!r} it cannot take over another's",
+                where=type(optimizer).__name__,
+                fix="make the optimizer before the first call of the model; leave example_inputs= out",
+            )
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Of the model, on whatever stage they are: the module shows those of its own."""
+        return self.model._builder.model.named_parameters()
 
     @property
     def sizes(self) -> Sizes:
@@ -107,9 +120,11 @@ class State:
     def tensors(self) -> dict[str, tuple[torch.Tensor, str]]:
         """All of a version that this rank does not have like all others, by name, each with its parameter's name: parameters, and the optimizer's state of their shape; on the
         stages of a pipeline what the optimizer counts, too."""
+        return self._tensors(frozenset() if self.stages is None else self.stages.away, self.stages is not None)
+
+    def _tensors(self, away: frozenset[str], counts: bool) -> dict[str, tuple[torch.Tensor, str]]:
         out: dict[str, tuple[torch.Tensor, str]] = {}
-        away = frozenset() if self.stages is None else self.stages.away
-        for n, p in self.model.named_parameters():
+        for n, p in self.parameters():
             assert isinstance(p, DTensor)
             if n not in away:
                 out[f"parameter {n}"] = p, n
@@ -123,9 +138,9 @@ class State:
                             fix="use an optimizer whose state has the shape of its parameters, such as AdamW, or leave elastic= out",
                         )
                     out[f"{key} {n}"] = value, n
-                elif self.stages is not None and isinstance(value, torch.Tensor) and value.numel() == 1:
+                elif counts and isinstance(value, torch.Tensor) and value.numel() == 1:
                     out[f"{COUNT}{key} {n}"] = value.reshape(1), n
-                elif self.stages is not None and value is not None:
+                elif counts and value is not None:
                     raise AutoparError(
                         f"the optimizer's state {key!r} is neither a number in a tensor nor of its parameter's shape, so it cannot outlive a stage",
                         where=f"{type(self.optimizer).__name__}, {n}: {type(value).__name__}",
@@ -138,7 +153,7 @@ class State:
         builder = self.model._builder
         if builder.pipeline is not None and len(builder.pipeline.ranks) > 1:
             return True
-        lie = (builder.lies(n, tuple(p.shape)) for n, p in self.model.named_parameters())
+        lie = (builder.lies(n, tuple(p.shape)) for n, p in self.parameters())
         return any(x.is_shard() and mesh.size(axis) > 1 for mesh, placements in lie for axis, x in enumerate(placements))
 
     def specs(self) -> tuple[Spec, ...]:
@@ -146,12 +161,7 @@ class State:
         pipeline, mine = self.stages, self.tensors()
         if pipeline is None:
             return tuple(_spec(name, t, _dims(t, len(self.sizes))) for name, (t, _) in mine.items())
-        axis = (self.model._builder.groups.whole.mesh_dim_names or ()).index(PIPELINE)
-        specs = []
-        for name, (t, n) in mine.items():
-            dims = list(_dims(t, len(self.sizes) - 1))
-            holders = tuple(sorted({pipeline.lists.where[s] for s in pipeline.holders[n]}))
-            specs.append(_spec(name, t, (*dims[:axis], None, *dims[axis:]), (axis, holders)))
+        specs = [_spec(name, t, *self._on_stages(_dims(t, len(self.sizes) - 1), n)) for name, (t, n) in mine.items()]
         groups = self.model._builder.groups
         known = all_gathered(groups, hashlib.sha256(repr(specs).encode()).hexdigest())
         if known != self._known:
@@ -159,16 +169,48 @@ class State:
             self._known, self._every = known, tuple(every[name] for name in sorted(every))
         return self._every
 
+    def _on_stages(self, dims: tuple[int | None, ...], name: str) -> Lies:
+        """How a tensor that belongs to parameter `name` lies on the whole mesh, that has `dims` on a stage's."""
+        pipeline = self.stages
+        if pipeline is None:
+            return dims, ()
+        axis = (self.model._builder.groups.whole.mesh_dim_names or ()).index(PIPELINE)
+        return (*dims[:axis], None, *dims[axis:]), (axis, tuple(sorted({pipeline.lists.where[s] for s in pipeline.holders[name]})))
+
+    def lies(self, specs: tuple[Spec, ...], places: Places) -> dict[str, Lies]:
+        """How the tensors of a version are to lie on the mesh that the model is on now."""
+        axes = len(self.sizes) - (self.stages is not None)
+        out = {}
+        for s in specs:
+            key, n = s.name.split(" ", 1)
+            out[s.name] = self._on_stages((None,) * axes if key.startswith(COUNT) else dims_of(places[n][1]), n)
+        return out
+
+    def new_mesh(self) -> None:
+        """The model is on another one, with ranks that may not know what others knew."""
+        self._known = []
+
+    def pack_whole(self) -> Packed:
+        """The same where each rank has all, however the model is to lie next."""
+        tensors = self._tensors(frozenset(), False)
+        specs = tuple(_spec(name, t, (None,) * len(self.sizes)) for name, (t, _) in tensors.items())
+        return self._packed(specs, tensors, 0, (1,) * len(self.sizes), None)
+
     def pack(self, rank: int, sizes: Sizes, into: torch.Tensor | None = None) -> Packed:
         """Copies this rank's parts into host memory. sizes: of the mesh; into: a buffer to use again, where it has the length."""
-        specs = self.specs()
+        return self._packed(self.specs(), self.tensors(), rank, sizes, into)
+
+    @staticmethod
+    def _packed(
+        specs: tuple[Spec, ...], tensors: dict[str, tuple[torch.Tensor, str]], rank: int, sizes: Sizes, into: torch.Tensor | None
+    ) -> Packed:
         _, length = offsets(specs, rank, sizes)
         if into is None or into.numel() != length:
             into = torch.zeros(length, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         packed = Packed(specs, rank, sizes, into)
         views = packed.views()
         with torch.no_grad():
-            for name, (t, _) in self.tensors().items():
+            for name, (t, _) in tensors.items():
                 views[name].copy_((_torch.local_tensor(t) if isinstance(t, DTensor) else t).detach())
         packed.crc = crc_of(into)
         return packed
@@ -185,18 +227,26 @@ class State:
         return Alike(buffers, counts, options, self.model.rng_state(), [copy.deepcopy(o.state_dict()) for o in self.others])
 
     @torch.no_grad()
-    def put(self, packed: Packed, places: Mapping[str, tuple[DeviceMesh, tuple[DPlacement, ...]]]) -> dict[tuple[str, str], torch.Tensor]:
+    def put(self, packed: Packed, places: Places) -> dict[tuple[str, str], torch.Tensor]:
         """The tensors become what `packed` has, on the mesh that the model is on now. places: of parameters, there. Parameters stay the same objects. Returns what the optimizer counts, as
         far as that is in `packed`."""
         device = self.model._builder.device
-        params = dict(self.model.named_parameters())
+        params = dict(self.parameters())
         by_name = {n: p for p, n in self.names.items()}
         moments: dict[str, dict[str, torch.Tensor]] = {}
         counts: dict[tuple[str, str], torch.Tensor] = {}
-        for name, part in packed.views().items():
+        on_host = {s.name: s.on_host for s in packed.specs}
+        stages, views = self.stages, packed.views()
+        if stages is not None:
+            for n in stages.away & params.keys():
+                params[n].grad = None
+                _torch.move_parameter(params[n], stages.nothing(params[n], places[n][1]))
+        for name, part in views.items():
             key, n = name.split(" ", 1)
+            if stages is not None and n in stages.away:
+                continue
             if key.startswith(COUNT):
-                counts[n, key.removeprefix(COUNT)] = part.reshape(()).clone()
+                counts[n, key.removeprefix(COUNT)] = part.reshape(()).to("cpu" if on_host[name] else device, copy=True)
                 continue
             p = params[n]
             order = order_of(p)
@@ -219,9 +269,10 @@ class State:
         """After `put`."""
         for n, b in self.model.named_buffers():
             b.copy_(alike.buffers[n])
-        by_name = {n: p for p, n in self.names.items()}
-        for (n, key), value in alike.counts.items():
-            self.optimizer.state[by_name[n]][key] = copied(value)
+        by_name, away = {n: p for p, n in self.names.items()}, frozenset() if self.stages is None else self.stages.away
+        for (n, key), value in ((k, v) for k, v in alike.counts.items() if k[0] not in away):
+            is_away = isinstance(value, torch.Tensor) and value.device.type != "cpu"  # where another rank said it: on that one's device
+            self.optimizer.state[by_name[n]][key] = value.to(self.model._builder.device, copy=True) if is_away else copied(value)
         for group, options in zip(self.optimizer.param_groups, alike.options, strict=True):
             group.update({k: copied(v) for k, v in options.items()})
         self.model._seed, self.model._calls = alike.random["seed"], alike.random["step"]
@@ -245,4 +296,4 @@ def _dims(t: torch.Tensor, axes: int) -> tuple[int | None, ...]:
 
 def _spec(name: str, t: torch.Tensor, dims: tuple[int | None, ...], stages: tuple[int, tuple[int, ...]] | tuple[()] = ()) -> Spec:
     """A tensor of no dims is one of one number: a rank may have none of that."""
-    return Spec(name, tuple(t.shape) or (1,), str(t.dtype).removeprefix("torch."), t.element_size(), dims, stages)
+    return Spec(name, tuple(t.shape) or (1,), str(t.dtype).removeprefix("torch."), t.element_size(), dims, stages, t.device.type == "cpu")

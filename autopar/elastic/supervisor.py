@@ -137,7 +137,7 @@ class Supervisor:
             "LOCAL_RANK": str(place - self.places.index(node)), "LOCAL_WORLD_SIZE": str(self.places.count(node)),
             "MASTER_ADDR": self.host, "MASTER_PORT": str(self.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(worker) if joins else "0",  # in whose name there are keys in the store
-            words.STORE: f"{self.host}:{self.port}", words.WORKER: str(worker), **own,
+            words.STORE: f"{self.host}:{self.port}", words.WORKER: str(worker), words.PLACE: str(place), **own,
         }  # fmt: skip
 
     # ---- who is gone ---------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ from typing import Any
 STORE = "AUTOPAR_SUPERVISOR"  # host:port
 WORKER = "AUTOPAR_WORKER"  # a number of this process, for all its life
 FULL = "AUTOPAR_FULL"  # how many ranks there are at most, where processes may join
+PLACE = "AUTOPAR_PLACE"  # of this process, from 0: ranks have the order of their places
 JOINS = "AUTOPAR_JOINS"  # this process came later: it is to join
 PREFIX = "autopar.elastic/"
 ANSWER_S = 20.0  # the store's patience with one question

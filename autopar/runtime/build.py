@@ -36,6 +36,7 @@ from autopar.graph.varying import Varying
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.detect import here, with_triton_of
 from autopar.passes.stages.separate import owner
+from autopar.pipeline import Lists
 from autopar.plan.decisions import ParamChoice
 from autopar.plan.plan import Plan
 from autopar.plan.schema import canonical, dumps
@@ -149,13 +150,13 @@ class Builder:
         other.model, other.opened = model, None
         return other
 
-    def planning_for(self, axes: dict[str, int], plan: Plan | None = None) -> Builder:
-        """That plans for another mesh; only for that. plan: that there is for it already. Raises ClusterError where it has more devices than the cluster that was given."""
+    def planning_for(self, axes: dict[str, int], plan: Plan | None = None, lists: Lists | None = None) -> Builder:
+        """That plans for another mesh; only for that. plan: that there is for it already; lists: of a pipeline with such stages. Raises ClusterError where the cluster that was given has fewer."""
         other = copy.copy(self)
         other.axes, other.mesh, other.chosen = axes, Mesh.of(axes), None
-        if plan is not None:
-            other.config = replace(self.config, request=replace(self.config.request, plan=plan))
-        else:
+        request = self.config.request if plan is None else replace(self.config.request, plan=plan)
+        other.config = replace(self.config, request=request, schedule=lists)
+        if plan is None:
             other.cluster = with_triton_of(self.config.request.cluster or here(self.device, other.mesh.size), self.device)
         return other
 
@@ -174,6 +175,8 @@ class Builder:
     def lies(self, name: str, shape: tuple[int, ...]) -> tuple[DeviceMesh, tuple[DPlacement, ...]]:
         """Of a parameter: where the plan stores it, or as before there is one, which is on all of a pipeline's stages."""
         choice = None if self.plan is None else self.plan.params.get(name)
+        if self.pipeline is not None and self.pipeline.placed and choice is None:
+            return self.device_mesh, self.pipeline.whole_on_a_stage(shape)
         if choice is None or (self.pipeline is not None and not self.pipeline.placed):
             return self.groups.whole, self.placements(name, shape)
         return self.device_mesh, dtensor_placements(choice.storage, self.mesh)
@@ -277,7 +280,7 @@ class Builder:
             )  # fmt: skip
             with told("forward compiled", tells):
                 if self.pipeline is not None and parts is not None:
-                    step = StagedStep(self.pipeline, parts, self.groups, settings, kind)
+                    step = StagedStep(self.pipeline, parts, (captured, graph, plan), self.groups, settings, kind)
                 elif captured.family is None:
                     step = Step(captured, graph, plan, self.groups, settings, kind)
                 else:
@@ -383,8 +386,7 @@ class Builder:
 
     def make_plan(self, program: Seen, stored: dict[str, torch.dtype], trainable: frozenset[str]) -> Plan:
         """One rank plans, all apply what it says."""
-        request, axes = self.config.request, self.axes
-        s = self.training(stored, trainable)
+        request, axes, s = self.config.request, self.axes, self.training(stored, trainable)
         forms = Forms(program, self.chunked, self.mesh.size, s.budget_bytes, request.least)
 
         def here() -> str:
@@ -394,7 +396,7 @@ class Builder:
             try:
                 return dumps(forms.planned(make, lambda f: self._least_s(f, s), request.limits.gap))
             except InfeasibleError as e:
-                raise e.of_one_micro_batch() if self.config.micro_batches is None and self.pipeline is None else e from None
+                raise e.of_one_micro_batch() if self.config.micro_batches is None and self.config.schedule is None else e from None
 
         made = Plan.loads(from_first(self.groups, here))
         if request.plan is not None or self.cluster is None:
@@ -426,8 +428,8 @@ class Builder:
             request.imbalance,
         )  # fmt: skip
         s = replace(s, fuses=c.backend == "inductor")
-        if self.pipeline is not None:
-            s = of_a_stage(s, len(self.pipeline.ranks), self.pipeline.lists.stages, self.pipeline.lists.most_in_flight)
+        if (lists := c.schedule) is not None:
+            s = of_a_stage(s, len(lists.ranks), lists.stages, lists.most_in_flight)
         return s if self.cluster is None else Offload.of(request.offload, self.cluster).within(s, self.cluster)
 
     def store(self, plan: Plan) -> str:

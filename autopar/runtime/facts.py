@@ -26,7 +26,7 @@ def facts(model: nn.Module, c: Config, axes: Mapping[str, int]) -> Facts:
             for k, v in {
                 "mesh": axes, **_arguments(c), "optimizer": getattr(c.optimizer, "__name__", c.optimizer), "backend": c.backend,
                 "memory": "least" if w.least else w.memory_bytes, "cluster": w.cluster, "options": w.limits, "offload": w.offload, "imbalance": w.imbalance,
-                "schedule": "" if c.schedule is None else c.schedule.text(), "artifacts": c.artifacts,
+                "schedule": "" if c.schedule is None else "; ".join(c.schedule.text().splitlines()), "artifacts": c.artifacts,
             }.items()
         ),
         PLAN: "" if w.plan is None else canonical(w.plan),

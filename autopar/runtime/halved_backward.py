@@ -48,16 +48,20 @@ class HalvedBackward:
     def weight(self, saved: list[torch.Tensor], values: Values, sync: bool, accumulated: bool) -> list[tuple[Role, torch.Tensor | None]]:
         """Gradients of parameters, as `Step.backward` gives them. `saved` is empty by now: all is among the values."""
         assert not saved
+        lowered = self.weight_of(sync, accumulated)
+        out = self._run(lowered, {}, values)
+        values.clear()
+        return list(zip(lowered.half.outputs, out, strict=True))
+
+    def weight_of(self, sync: bool, accumulated: bool) -> _Lowered:
+        """Its second half, compiled."""
         key = sync, accumulated
         if key not in self.weights:
             parts = self.parts if key == (True, False) else split(self.step.parts(*key)[0])
             assert parts.between == self.parts.between, "variants of backward have the same on the way to what is sent"
             strides = () if self.first is None or self.first.lowered.strides is None else self.first.lowered.strides
             self.weights[key] = self._lower(parts.weight, strides[len(self.first.half.outputs) :] if self.first is not None else ())
-        lowered = self.weights[key]
-        out = self._run(lowered, {}, values)
-        values.clear()
-        return list(zip(lowered.half.outputs, out, strict=True))
+        return self.weights[key]
 
     def _lower(self, half: Half, between: tuple[tuple[int, ...] | None, ...]) -> _Lowered:
         """between: strides of what I made, where the compiler chose them."""

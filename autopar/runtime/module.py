@@ -431,7 +431,10 @@ class ParallelModule(WrappingModule):
     @property
     def compiled_steps(self) -> tuple[Step, ...]:
         """One for each kind of call so far; in a pipeline, for each of this rank's stages."""
-        return tuple(s for step in self._programs.steps() for s in (step.steps.values() if isinstance(step, StagedStep) else (step,)))
+        mine = () if self._stages is None else self._stages.pipeline.mine
+        return tuple(
+            s for step in self._programs.steps() for s in ([step.steps[i] for i in mine] if isinstance(step, StagedStep) else (step,))
+        )
 
     def save_pretrained(self, folder: str | os.PathLike[str], max_shard_size: int = 5 * 1000**3) -> None:
         """Config and weights in Hugging Face layout; of a peft model its adapters, in peft's. Collective: every rank calls it, rank 0 writes, and holds one file's

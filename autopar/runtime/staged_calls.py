@@ -138,7 +138,7 @@ class StagedCalls:
         def drawn() -> torch.Tensor:
             return torch.cat([counters(), torch.tensor([part.first], dtype=torch.int64, device=self.device)]) if numbered else counters()
 
-        return {s: module._values(one, part.call, tensors, drawn, given) for s, one in step.steps.items()}
+        return {s: module._values(step.steps[s], part.call, tensors, drawn, given) for s in self.pipeline.mine}
 
     def refuse_without_loss(self, step: Step, call: Call) -> None:
         roles = [r for r in step.captured.outputs if r.kind == "output"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Placement as DPlacement
 
 from autopar import _torch
 from autopar.capture.belongs import belongs
@@ -31,11 +32,13 @@ from autopar.passes.shard import Sharded
 from autopar.passes.stages.cut import Stages, cut
 from autopar.passes.stages.separate import Separate, separate
 from autopar.pipeline import Lists
+from autopar.pipeline.actions import BACKWARD, WEIGHT
 from autopar.plan.decisions import ParamChoice, PipelineChoice
 from autopar.plan.plan import Plan
 from autopar.planner.axes import PIPELINE as AXIS
 from autopar.planner.cuts import Cut, cut_into, shares, stages_of
 from autopar.planner.staged import of_the_pipeline
+from autopar.runtime.compile_cache import CompileOnce
 from autopar.runtime.dump import Dump
 from autopar.runtime.halved_backward import HalvedBackward
 from autopar.runtime.pipeline import Settings, joint
@@ -56,27 +59,16 @@ def stage_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
     return mesh[others], mesh
 
 
-class Pipeline:
-    """Of one module. lists: the schedule of a training call; micro_batches: of it."""
+class Division:
+    """How a module's programs are divided into stages. lists: the schedule of a training call; micro_batches: of it; mine: the stages that this process compiles; cut, holders: known from the
+    first program on."""
 
-    def __init__(self, groups: Groups, lists: Lists, given: PipelineChoice | None = None) -> None:
+    def __init__(self, lists: Lists, mine: Iterable[int], given: PipelineChoice | None = None) -> None:
         """given: of a plan that was made before, whose cuts hold."""
-        self.groups, self.lists = groups, lists
+        self.lists, self.mine = lists, tuple(mine)
         self.micro_batches = lists.micro_batches
-        self.axis: Any = groups.whole.get_group(AXIS)
-        self.ranks: list[int] = dist.get_process_group_ranks(self.axis)  # of the job, one a rank of the pipeline
-        self.rank = self.ranks.index(dist.get_rank())
-        self.mine = lists.of_rank(self.rank)
         self.cut = None if given is None or len(given.layers) != lists.stages else Cut(given.layers)
         self.holders: dict[str, tuple[int, ...]] = {}
-        self.placed = False
-        self.model: Callable[[], nn.Module | None] = lambda: None
-        self.away: frozenset[str] = frozenset()  # names of parameters that this rank does not hold
-        self.away_ids: frozenset[int] = frozenset()
-
-    def rank_of(self, stage: int) -> int:
-        """Of the job."""
-        return self.ranks[self.lists.where[stage]]
 
     def where(self, graph: Graph, captured: Captured) -> dict[str, int]:
         """The stage of every operator. The first program decides about cuts."""
@@ -108,6 +100,36 @@ class Pipeline:
                     fix="make the first call one that reads all that later ones do: a training batch",
                 )
 
+    def told(self, plan: Plan, step: StagedStep) -> Plan:
+        """`plan`, with its stages and what the schedule makes of its times; a pipeline's plan as it is."""
+        assert self.cut is not None
+        if plan.pipeline is not None and plan.pipeline.layers == self.cut.stages:
+            return plan
+        forward, backward = shares(step.graph, step.parts_of_program.stages, self.lists.stages)
+        if not any(backward):
+            forward, backward = tuple(f / 3 for f in forward), tuple(2 * f / 3 for f in forward)
+        sent = [sum(math.prod(c.shape) * c.dtype.itemsize for c in received) for received in (*step.crossing.forward[1:], ())]
+        return of_the_pipeline(plan, self.lists, self.cut.stages, (forward, backward), sent)
+
+
+class Pipeline(Division):
+    """Of one module, on the ranks of a mesh."""
+
+    def __init__(self, groups: Groups, lists: Lists, given: PipelineChoice | None = None) -> None:
+        self.groups = groups
+        self.axis: Any = groups.whole.get_group(AXIS)
+        self.ranks: list[int] = dist.get_process_group_ranks(self.axis)  # of the job, one a rank of the pipeline
+        self.rank = self.ranks.index(dist.get_rank())
+        super().__init__(lists, lists.of_rank(self.rank), given)
+        self.placed = False
+        self.model: Callable[[], nn.Module | None] = lambda: None
+        self.away: frozenset[str] = frozenset()  # names of parameters that this rank does not hold
+        self.away_ids: frozenset[int] = frozenset()
+
+    def rank_of(self, stage: int) -> int:
+        """Of the job."""
+        return self.ranks[self.lists.where[stage]]
+
     def number(self, samples: int) -> int:
         """Of micro-batches that a batch of so many samples is run as. Raises InputError where they do not divide it."""
         m = self.micro_batches
@@ -130,18 +152,9 @@ class Pipeline:
     def place(self, model: nn.Module, choices: Mapping[str, ParamChoice]) -> None:
         """Parameters, spread over the whole mesh until now, go to their stages. Collective."""
         groups = self.groups
-        done: set[int] = set()
-        away: set[str] = set()
-        gone: set[int] = set()
-        for name, p in model.named_parameters(remove_duplicate=False):
-            mine = self.held(name)
-            if not mine:
-                away.add(name)
-                gone.add(id(p))
-            if id(p) in done:
-                continue
-            done.add(id(p))
+        for name, p in model.named_parameters():
             assert isinstance(p, DTensor)
+            mine = self.held(name)
             choice = choices.get(name)
             how = dtensor_placements(choice.storage, groups.mesh) if choice is not None else None
             there = [self._moved(p.detach(), mine, how)]
@@ -151,20 +164,19 @@ class Pipeline:
             _torch.move_parameter(p, there[0])
             if mine and len(there) > 1:
                 p.grad = there[1]
-        self.away, self.away_ids, self.placed = frozenset(away), frozenset(gone), True
-        self.model = weakref.ref(model)
-        _torch.norms_over(self)
+        self._settled(model)
 
-    def told(self, plan: Plan, step: StagedStep) -> Plan:
-        """`plan`, with its stages and what the schedule makes of its times; a pipeline's plan as it is."""
-        assert self.cut is not None
-        if plan.pipeline is not None and plan.pipeline.layers == self.cut.stages:
-            return plan
-        forward, backward = shares(step.graph, step.parts_of_program.stages, self.lists.stages)
-        if not any(backward):
-            forward, backward = tuple(f / 3 for f in forward), tuple(2 * f / 3 for f in forward)
-        sent = [sum(math.prod(c.shape) * c.dtype.itemsize for c in received) for received in (*step.crossing.forward[1:], ())]
-        return of_the_pipeline(plan, self.lists, self.cut.stages, (forward, backward), sent)
+    def follow(self, division: Division, model: nn.Module) -> None:
+        """Stages are those of a division that was made ahead: from here on parameters are known to lie on them, and whoever calls this moves them there."""
+        self.cut, self.holders = division.cut, dict(division.holders)
+        self._settled(model)
+
+    def _settled(self, model: nn.Module) -> None:
+        named = list(model.named_parameters(remove_duplicate=False))
+        self.away = frozenset(n for n, _ in named if not self.held(n))
+        self.away_ids = frozenset(id(p) for n, p in named if n in self.away)
+        self.model, self.placed = weakref.ref(model), True
+        _torch.norms_over(self)
 
     def leave(self) -> None:
         """The model goes over to another mesh."""
@@ -200,16 +212,23 @@ class Pipeline:
     def _moved(self, t: torch.Tensor, mine: bool, how: Any) -> DTensor:
         assert isinstance(t, DTensor)
         mesh, order = self.groups.device_mesh, order_of(t)
-        how = how if how is not None else dtensor_placements(Placement.of(tuple(t.shape)), self.groups.mesh)
+        how = how if how is not None else self.whole_on_a_stage(tuple(t.shape))
         for axis in reversed(range(t.device_mesh.ndim)):  # one after the other: torch warns of several at once
             t = t.redistribute(placements=[Replicate() if i >= axis else p for i, p in enumerate(t.placements)])
-        whole, box = _torch.local_tensor(t), local_box(tuple(t.shape), mesh, how)
-        if mine:
-            local = cut_box(laid(whole, order), box)
-        else:  # one number, so that nothing is held, and what is computed with it is seen to be wrong
-            nothing = torch.full((), float("nan") if t.is_floating_point() else 0, dtype=t.dtype, device=whole.device)
-            local = nothing.expand([n for _, n, _ in box])
+        if not mine:
+            return self.nothing(t, how)
+        local = cut_box(laid(_torch.local_tensor(t), order), local_box(tuple(t.shape), mesh, how))
         return _torch.dtensor(local, mesh, how, tuple(t.shape), order)
+
+    def whole_on_a_stage(self, shape: tuple[int, ...]) -> tuple[DPlacement, ...]:
+        """How a parameter lies that no program reads."""
+        return dtensor_placements(Placement.of(shape), self.groups.mesh)
+
+    def nothing(self, t: torch.Tensor, how: tuple[DPlacement, ...]) -> DTensor:
+        """In place of what other stages hold: one number, so that nothing is held, and what is computed with it is seen to be wrong."""
+        mesh, shape = self.groups.device_mesh, tuple(t.shape)
+        one = torch.full((), float("nan") if t.is_floating_point() else 0, dtype=t.dtype, device=self.groups.device)
+        return _torch.dtensor(one.expand([n for _, n, _ in local_box(shape, mesh, how)]), mesh, how, shape, order_of(t))
 
 
 def _aliases(model: nn.Module) -> list[list[str]]:
@@ -221,10 +240,12 @@ def _aliases(model: nn.Module) -> list[list[str]]:
 
 
 class StagedStep(Step):
-    """The steps of a rank's stages, of one captured call; `Step` but for running: `autopar.runtime.executor` does that."""
+    """The steps of a rank's stages, of one captured call; `Step` but for running: `autopar.runtime.executor` does that. before: the program and its plan as they are undivided."""
 
-    def __init__(self, pipeline: Pipeline, parts: Separate, groups: Groups, settings: Settings, kind: str) -> None:
-        self.pipeline, self.parts_of_program = pipeline, parts
+    def __init__(
+        self, pipeline: Division, parts: Separate, before: tuple[Captured, Graph, Plan], groups: Groups, settings: Settings, kind: str
+    ) -> None:
+        self.pipeline, self.parts_of_program, self.before = pipeline, parts, before
         self.captured, self.graph, self.plan = parts.captured, parts.graph, parts.plan
         self.groups, self.settings = groups, settings
         self.general, self.units, self.stage = None, (), None
@@ -232,10 +253,40 @@ class StagedStep(Step):
         self._halves: dict[int, HalvedBackward] = {}
         self._cut: dict[tuple[bool, bool], Stages] = {}
         self._kind = kind
-        self.steps = {
-            s: Step(self.captured, self.graph, self.plan, groups, settings, f"{kind}-stage-{s}", self._joint(s)) for s in pipeline.mine
-        }
+        self.steps: dict[int, Step] = {}
+        self.also(pipeline.mine)
         self.plan = next(iter(self.steps.values())).plan.answering_as(parts.plan)
+
+    def also(self, stages: Iterable[int]) -> bool:
+        """Compiles those of these stages that are not there; whether any was missing."""
+        missing, plan = [s for s in stages if s not in self.steps], self.parts_of_program.plan
+        for s in missing:
+            kind = f"{self._kind}-stage-{s}"
+            self.steps[s] = Step(self.captured, self.graph, plan, self.groups, self.settings, kind, self._joint(s))
+        return bool(missing)
+
+    def ready(self) -> None:
+        """Compiles now what a call's schedule would compile when it is run: of each stage backward in each way that gradients are added, in one or in halves."""
+        lists = self.pipeline.lists
+        number = 1 if self.captured.samples is None else lists.micro_batches
+        for s, step in self.steps.items():
+            if step.base.backward is None:
+                continue
+            kinds = {a.kind for a in lists.ranks[lists.where[s]] if a.stage == s}
+            adds = any(r.kind == "grad" for r in step.base.backward_outputs)
+            for sync, accumulated in dict.fromkeys((i == number - 1, adds and i > 0) for i in range(number)):
+                if WEIGHT in kinds:
+                    self.halves(s).weight_of(sync, accumulated)
+                if BACKWARD in kinds:
+                    step.backward_of(sync, accumulated)
+            if step.is_gathered_once and number > 1:
+                _ = step.later
+
+    def bound(self, groups: Groups, once: CompileOnce | None) -> None:
+        """The same step on other groups of the same sizes."""
+        super().bound(groups, once)
+        for step in self.steps.values():
+            step.bound(groups, once)
 
     def _joint(self, stage: int) -> Any:
         def of(sync: bool, accumulated: bool) -> Sharded:
@@ -281,7 +332,7 @@ class StagedStep(Step):
         return any(r.kind == "grad" for r in self.captured.outputs)
 
 
-def staged(pipeline: Pipeline, captured: Captured, graph: Graph, plan: Plan) -> Separate:
+def staged(pipeline: Division, captured: Captured, graph: Graph, plan: Plan) -> Separate:
     """The program with a parameter for each stage that reads one."""
     updates = [r.name for r in captured.outputs if r.kind == "buffer_update"]
     if updates and any(op.direction == "backward" for op in graph.ops):

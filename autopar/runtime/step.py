@@ -28,6 +28,7 @@ from autopar.passes.reductions import only_gradients
 from autopar.passes.shard import Sharded, accumulated_grads
 from autopar.plan.decisions import BUCKETED, CollectiveUse
 from autopar.plan.plan import Plan
+from autopar.runtime.compile_cache import CompileOnce
 from autopar.runtime.dump import Dump
 from autopar.runtime.expert_load import layers_of
 from autopar.runtime.general import General, Strides
@@ -98,6 +99,10 @@ class Step:
         """Whether nobody has asked this before, at any size."""
         self._checked.append(True)
         return len(self._checked) == 1
+
+    def bound(self, groups: Groups, once: CompileOnce | None) -> None:
+        """From here on the step is of these groups, which have the sizes and names of those that it was compiled for."""
+        self.groups, self.settings = groups, replace(self.settings, once=once)
 
     def holds(self, units: tuple[int, ...]) -> bool:
         """Whether this step, of sizes that vary, is right and compiled for these."""

@@ -56,6 +56,35 @@ def test_a_lost_rank_of_two_axes_comes_back(layout: str | None, memory: str | No
     assert all((r := d.recoveries[-1]).ranks == 4 and r.joined == 1 and r.ahead and d.captured == 0 for d in out.done.values())
 
 
+PP = replace(TASK, axes=(("pp", 2),), model="toy", silence_s=60.0)
+
+
+@pytest.mark.parametrize(("layout", "lost"), cases([("fsdp", 1), ("fsdp", 0), ("fsdp", 3), (None, 2)], (("fsdp", 1),)))
+def test_a_stage_comes_back(layout: str | None, lost: int) -> None:
+    """Of 2 x 2 in a pipeline: three are left in one stage, and the fourth makes it two again, whose parts go straight to their stages. It has compiled what it gets."""
+    out = joined(replace(PP, layout=layout, deaths=(replace(LOST, worker=lost),)), limit_s=400.0)
+    for worker, done in out.done.items():
+        r = done.recoveries[-1]
+        assert (r.ranks, r.joined, r.ahead) == (4, 1, True) and done.captured == 0
+        assert worker == 4 or [x.ranks for x in done.recoveries] == [3, 4]
+        names = {n for n in done.parameters if n.startswith("layers.")}
+        assert len({n.split(".")[1] for n in names}) == 1, "each has its stage alone"
+
+
+@wide
+@pytest.mark.parametrize("phase", ["regrouped", "moved", "forward", "stepped"])
+def test_it_dies_while_it_joins_a_pipeline(phase: str) -> None:
+    joined(replace(PP, rejoin=2, joins=2 if phase in PHASES else 1, deaths=(LOST, WHILE_JOINING[phase])), {1, 4}, limit_s=400.0)
+
+
+@wide
+def test_a_pipeline_begins_with_fewer() -> None:
+    """Two stages of one device each become two of two."""
+    task = replace(PP, nodes=(2, 2), rejoin=2, hold=2, steps=7, joins=2, late_s=0.5, deaths=())
+    for done in joined(task, limit_s=400.0).done.values():
+        assert done.recoveries[-1].joined == 2 and done.recoveries[-1].ahead and done.captured == 0
+
+
 @wide
 @pytest.mark.parametrize("other", ["dropout", "width", "data"])
 def test_another_program_does_not_fit_the_plans(other: str) -> None:

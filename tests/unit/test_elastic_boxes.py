@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autopar.elastic.boxes import ALIGNED, Box, Moves, Spec, common, elements, laid_out, offsets, within
+from autopar.elastic.boxes import ALIGNED, Box, Moves, Spec, common, elements, laid_out, missing, offsets, within
 from autopar.elastic.protocol import Shard, partner, sources, stride_over, ward
 
 
@@ -52,7 +52,7 @@ def test_all_elements_arrive_once_and_no_more_than_must(seed: int) -> None:
     news = draw.choice([(len(alive),), (1, len(alive)), (len(alive), 1)])
     holds = [{Shard(0, 0, n, r), Shard(0, 0, n, ward(r, n))} for r in alive]
     source = sources((0, 0, n), holds, [Shard(0, 0, n, r) for r in alive])
-    after = laid_out(specs, {s.name: random_dims(draw, s.shape, len(news)) for s in specs})
+    after = laid_out(specs, {s.name: (random_dims(draw, s.shape, len(news)), ()) for s in specs})
     moves = Moves(specs, olds, after, news, source)
     for new in range(len(alive)):
         got: dict[str, list[tuple[int, ...]]] = {s.name: [] for s in specs}
@@ -66,6 +66,8 @@ def test_all_elements_arrive_once_and_no_more_than_must(seed: int) -> None:
             if m.by != new:
                 sent[m.spec.name] |= inside(m.piece)
         for s, there in zip(specs, after, strict=True):
+            boxes = [s.box(x.rank, olds) for x in holds[new]]
+            assert missing(there.box(new, news), boxes) == len(sent[s.name])
             wanted = inside(there.box(new, news))
             assert sorted(got[s.name]) == sorted(wanted), (s, there)
             here = set().union(*(inside(s.box(x.rank, olds)) for x in holds[new]))

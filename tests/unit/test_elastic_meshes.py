@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 
-from autopar.elastic.meshes import axes_for
+from autopar.elastic.meshes import axes_for, ranks_of
 
 
 @pytest.mark.parametrize(
@@ -37,3 +38,14 @@ def test_nobody_idles_and_what_divided_still_does() -> None:
         found = axes_for({"dp": 4, "cp": 4, "tp": 8}, ranks)
         assert math.prod(found.values()) == ranks
         assert 4 % found["cp"] == 0 and 8 % found["tp"] == 0
+
+
+@pytest.mark.parametrize("largest", range(1, 8))
+def test_the_ranks_that_a_process_may_have_are_those_that_it_has(largest: int) -> None:
+    """Over all ways in which so many of all are there."""
+    for ranks in range(1, largest + 1):
+        found: dict[int, set[int]] = {place: set() for place in range(largest)}
+        for there in itertools.combinations(range(largest), ranks):
+            for rank, place in enumerate(there):
+                found[place].add(rank)
+        assert {place: set(ranks_of(place, largest, ranks)) for place in range(largest)} == found

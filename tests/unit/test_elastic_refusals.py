@@ -23,6 +23,7 @@ from autopar.elastic.boxes import elements
 from autopar.elastic.supervisor import Supervisor, started
 from autopar.errors import AutoparError
 from autopar.run import main
+from tests.models import Toy
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +102,39 @@ def test_a_parameter_of_no_dims() -> None:
         model.scale.zero_()
     state.put(packed, {n: model._builder.lies(n, tuple(p.shape)) for n, p in model.named_parameters()})
     assert model.scale.shape == () and model.scale.item() == 1.5
+
+
+def test_counts_of_an_optimizer_stay_where_it_has_them() -> None:
+    """In a pipeline they move with their stage: those of most optimizers are in host memory, those of fused and capturable ones on the device. (The meta device stands for one.)"""
+    from autopar.elastic.state import State
+
+    model = autopar.compile(Toy(), {"pp": 1, "dp": 1}, layout="fsdp", backend="aot_eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    ids = torch.arange(16).view(2, 8)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    state = State(model, optimizer, [])
+    packed = state.pack(0, state.sizes)
+    counts = [s for s in packed.specs if s.name.startswith("count:step")]
+    assert len(counts) == len(list(model.parameters())) and all(s.on_host for s in counts)
+    packed.specs = tuple(replace(s, on_host="bias" in s.name) for s in packed.specs)
+    model._builder.device = torch.device("meta")
+    found = state.put(packed, {n: model._builder.lies(n, tuple(p.shape)) for n, p in model.named_parameters()})
+    assert {n: c.device.type for (n, _), c in found.items()} == {n: "cpu" if "bias" in n else "meta" for n, _ in model.named_parameters()}
+    assert all(c.dtype == torch.float32 and c.shape == () for c in found.values())
+
+
+def test_an_optimizer_of_one_stage() -> None:
+    """Made after the first call it lacks what another stage has, and could not go on with that."""
+    from autopar.elastic.state import State
+
+    model = autopar.compile(Toy(), {"pp": 1, "dp": 1}, layout="fsdp", backend="aot_eager")
+    ids = torch.arange(16).view(2, 8)
+    model(input_ids=ids, labels=ids)
+    model._stages.pipeline.away = frozenset({"head.weight"})
+    with pytest.raises(AutoparError, match=r"of this rank's stages alone, and without 'head.weight' it cannot") as e:
+        State(model, torch.optim.AdamW(model.parameters()), [])
+    assert "before the first call" in e.value.fix
 
 
 def test_an_optimizer_of_other_tensors() -> None:
