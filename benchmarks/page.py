@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.page_elastic import failures, surviving
 from benchmarks.page_parts import Result, case, listed, origin, share, size, table
 from benchmarks.page_plans import by_hand, context, freedoms, layouts, patterns, planning, published_experts, toys
-from benchmarks.page_steps import image_steps, pipeline_steps
+from benchmarks.page_steps import image_steps, launches, pipeline_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -429,7 +429,7 @@ ratios say something. gloo was later than the link by {share(r["late_s"] / r["bu
 
 
 SECTIONS: tuple[Callable[[dict[str, Result]], str], ...] = (
-    one_gpu, one_curve, published, steps, equal_memory, equal_memory_measured, offloaded, planning, restructured, layouts, by_hand, toys, context, building, overlap, lengths, second_start, experts, published_experts, loss_head, patterns, surviving, failures, image_steps, pipeline_steps, freedoms,
+    one_gpu, one_curve, published, steps, equal_memory, equal_memory_measured, offloaded, planning, restructured, layouts, by_hand, toys, context, building, overlap, lengths, second_start, experts, published_experts, loss_head, patterns, surviving, failures, launches, image_steps, pipeline_steps, freedoms,
 )  # fmt: skip
 
 
