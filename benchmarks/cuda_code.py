@@ -52,8 +52,8 @@ def module_of(name: str, a: argparse.Namespace) -> tuple[Any, dict[str, Any], di
     return model, inputs, ZOO[name].compile
 
 
-def codes(name: str, a: argparse.Namespace) -> list[str]:
-    """Forward's and backward's. While `codes_for_cuda` is open."""
+def codes(name: str, a: argparse.Namespace) -> Any:
+    """The model, compiled, whose code of forward and backward is then in the list that `codes_for_cuda` gave."""
     import torch
 
     import autopar
@@ -77,7 +77,7 @@ def codes(name: str, a: argparse.Namespace) -> list[str]:
         step = made.prepare(**inputs)
         step.backward_of(True, False)
     assert found == [False, True], found
-    return ["forward", "backward"]
+    return made
 
 
 def main() -> int:
@@ -91,7 +91,8 @@ def main() -> int:
     with _torch.codes_for_cuda(a.capability) as found, tempfile.TemporaryDirectory() as temporary:
         for name in a.models.split(","):
             found.clear()
-            for half, code in zip(codes(name, a), found, strict=True):
+            codes(name, a)
+            for half, code in zip(("forward", "backward"), found, strict=True):
                 folder = (a.keep or Path(temporary)) / f"{name}_{half}"
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / "code.py").write_text(code)

@@ -63,3 +63,28 @@ makes of two processes here, over what was measured.
 def _predicted(x: Result, schedule: str, mine: str) -> str:
     said = x.get(f"predicted, {schedule}")
     return "" if said is None else f"{1e3 * said:.0f} ms, {said / statistics.median(x['seconds'][mine]) - 1:+.1%}"
+
+
+def launches(results: dict[str, Result]) -> str:
+    r = results["launches"]
+    rows, optimizers = [], []
+    for x in r["rows"]:
+        for who in ("torch.compile", "autopar"):
+            halves = [x[who][half] for half in ("forward", "backward")]
+            counts = [str(h[kind]) for h in halves for kind in ("triton", "library")]
+            rows.append([x["model"], who, *counts, str(sum(n for h in halves for n in h.values()))])
+        optimizers += [[x["model"], name, str(n)] for name, n in x["optimizer"].items()]
+    return f"""## Kernels that a step launches
+
+Counted in the code that Inductor writes for CUDA (sm{r["capability"]}), without a GPU, of one device's step in {r["dtype"]}: {r["layers"]} layers, width {r["width"] or "small"}, {r["batch"]} x {r["sequence"]} tokens, all logits made. What the code
+calls is counted as often as it is called; "library" is a call of a product, of attention or of another operator by name, each counted as one though some launch more. torch.compile's is the same captured program,
+decomposed, cut by torch's min-cut partitioner, and each half compiled whole. There are no CUDA graphs: every launch is paid on the host. None of this has been timed on a GPU.
+
+{table(["model", "code", "forward: Triton", "library", "backward: Triton", "library", "in all"], rows)}
+
+Operators that a step of torch's AdamW calls, with parameters as they are stored; a fused or a foreach one launches one kernel, or a few where tensors are many. "Compiled" is of the parameters of a compiled
+model, whose step runs on their local parts.
+
+{table(["model", "optimizer", "operators"], optimizers)}
+
+{origin(results, "launches")}"""
