@@ -58,6 +58,7 @@ from autopar.checkpoint.contents import (
 from autopar.checkpoint.place import Place, place_of
 from autopar.checkpoint.ranks import gather, meet, my_part, rank, together
 from autopar.distributed.failures import during
+from autopar.distributed.last_checkpoint import note
 from autopar.errors import CheckpointError
 
 FORMAT = 2
@@ -183,6 +184,7 @@ def _write(
         together(write, place, group)
         sums = gather(together(lambda: {n: _sum(data, n) for n in my_part(sorted(_read_index(data)))}, place, group), group)
         together(commit, place, group)
+        note(place.id, manifest["step"])
     except BaseException:
         if rank() == 0:
             with contextlib.suppress(Exception):
@@ -284,6 +286,7 @@ def _load(place: Place, model: nn.Module, optimizer: Optimizer | None, step: int
     together(background.settle, place)
     manifest, data = together(check, place)
     together(read, place)
+    note(place.id, manifest["step"])
     return {"step": manifest["step"], "extra": manifest["extra"]}
 
 

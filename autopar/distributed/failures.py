@@ -19,6 +19,7 @@ import torch.distributed as dist
 from autopar import _torch
 from autopar.distributed import presence
 from autopar.distributed.groups import Groups
+from autopar.distributed.last_checkpoint import last_checkpoint
 from autopar.errors import AutoparError, LostRankError
 
 LONGEST = 1500  # characters of an error that others see
@@ -123,7 +124,7 @@ def lost(e: BaseException, phase: str, ranks: Sequence[int], finer: Callable[[Co
     doing = phase if collective is None else f"{phase}, in {collective}"
     m = presence.missing(ranks, doing)
     late = re.search(_LATE, str(e)) is not None
-    restart = "start all ranks again, from the last checkpoint"
+    restart = f"start all ranks again, from {last_checkpoint()}"
     if m.ended:
         what = f"{_ranks(m.ended)} ended during {phase}"
         fix = f"see what ended {'it' if len(m.ended) == 1 else 'them'} (its log; the system's, where memory ran out), and {restart}"

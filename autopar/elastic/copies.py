@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.distributed.last_checkpoint import last_checkpoint
 from autopar.elastic.boxes import Sizes, Spec, offsets
 from autopar.elastic.protocol import Shard, partner, ward
 from autopar.elastic.state import Packed, crc_of
@@ -90,7 +91,7 @@ class Copies:
             raise AutoparError(
                 f"the copy of version {shard.version} that rank {self.of} sent arrived damaged",
                 where=f"rank {self.rank}: {length} bytes of version {version} with checksum {crc:#x}, {crc_of(packed.buffer):#x} here",
-                fix="look at the memory and the network of these two machines; start again, from the last checkpoint",
+                fix=f"look at the memory and the network of these two machines; start again, from {last_checkpoint()}",
             )
         packed.crc = crc
         self.holdings.wards[shard] = packed

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from autopar import _torch
 from autopar.distributed import failures
+from autopar.distributed.last_checkpoint import last_checkpoint
 from autopar.elastic import words
 from autopar.elastic.options import Elastic
 from autopar.elastic.protocol import stride_over
@@ -136,7 +137,9 @@ class Member:
 
     def refuse_stopped(self) -> None:
         if self.store.check([words.STOPPED]):
-            raise StoppedError(words.read(self.store, words.STOPPED))
+            raise StoppedError(
+                words.read(self.store, words.STOPPED), where=f"worker {self.worker}", fix=f"start again, from {last_checkpoint()}"
+            )
 
     def next(self, patience_s: float = 0.0) -> None:
         """Goes over to the newest generation, once there is one after this one, and all its members are here; newer ones that begin meanwhile are taken instead.
@@ -166,13 +169,13 @@ class Member:
                 raise StoppedError(
                     "a process was lost, and the supervisor, which would say who is left, does not answer",
                     where=f"worker {self.worker}",
-                    fix="start again, from the last checkpoint",
+                    fix=f"start again, from {last_checkpoint()}",
                 ) from e
             time.sleep(PAUSE_S)
         raise StoppedError(
             "a process was lost, and no new group came about",
             where=f"worker {self.worker}",
-            fix="see the supervisor's output; start again, from the last checkpoint",
+            fix=f"see the supervisor's output; start again, from {last_checkpoint()}",
         )
 
     def finish(self, passes: int) -> bool:

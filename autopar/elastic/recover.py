@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from autopar.distributed.last_checkpoint import last_checkpoint
 from autopar.elastic.boxes import Moves, Sizes, Spec, elements, laid_out, missing, offsets, within
 from autopar.elastic.copies import Copies, Holdings
 from autopar.elastic.member import Member, StoppedError
@@ -65,7 +66,7 @@ def recover(session: Recovering, was_split: bool) -> Moved:
     held = [shards for shards, _ in told]
     chosen = version_to_go_on_from(held)
     if chosen is None:
-        raise StoppedError(_lost(held), where=f"rank {copies.rank} of {copies.ranks}", fix="start again, from the last checkpoint")
+        raise StoppedError(_lost(held), where=f"rank {copies.rank} of {copies.ranks}", fix=f"start again, from {last_checkpoint()}")
     version, _, ranks = chosen
     owns = [next((s for s in owned if (s.version, s.generation, s.ranks) == chosen), None) for _, owned in told]
     given = {s.rank: p for s, p in mine.items() if (s.version, s.generation, s.ranks) == chosen}
