@@ -74,6 +74,7 @@ class Task:
     model: str = "net"  # or "toy", a small decoder; "llama", "mixtral"
     memory: str | None = None
     micro_batches: int | None = None
+    saves: int = 0  # after so many steps a checkpoint is written
     others_program: str = ""  # what is different in a worker that is to join: "width", "dropout", "optimizer", "data"
 
     def mates(self, worker: int) -> tuple[int, range]:
@@ -274,6 +275,8 @@ def _work(task: Task, told: Any) -> Done:
         for x, y in session.batches(iter(every[k * size : (k + 1) * size])):
             _hold(task, session)
             _one(task, session, model, optimizer, scheduler, losses, draws, at, told, x, y)
+            if session.version == task.saves:
+                autopar.checkpoint.save(Path(os.environ["TEST_FOLDER"]) / "checkpoint", model, optimizer, step=session.version)
             if any(d.phase == "copied" for d in task.deaths):
                 time.sleep(0.1)
                 at("copied")

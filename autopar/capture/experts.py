@@ -39,6 +39,11 @@ def install_experts(skeleton: nn.Module) -> None:
                 setattr(m, _GATE, gate)
 
 
+def has_experts(model: nn.Module) -> bool:
+    """Whether some module of it is routed experts of transformers'."""
+    return any(map(_is_experts, model.modules()))
+
+
 def _is_experts(m: nn.Module) -> bool:
     return all(hasattr(m, a) for a in ("config", "has_gate", "has_bias", "is_transposed", "is_concatenated", "down_proj"))
 

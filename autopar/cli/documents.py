@@ -121,7 +121,7 @@ class SearchDocument(Document):
 
     kind: Literal["search"] = "search"
     version: Literal[1] = 1
-    complete: bool = Field(description="false where Ctrl-C ended it")
+    complete: bool = Field(description="false where Ctrl-C or a limit of time ended it")
     layouts: list[LayoutRow] = Field(description="the fastest first")
 
 

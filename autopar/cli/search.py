@@ -57,6 +57,7 @@ def search(
     layers: SomeLayers = None,
     cache: Annotated[Path | None, typer.Option(metavar="FILE", help="keeps what was solved: an interrupted search goes on with it")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="write what was found here, as JSON")] = None,
+    time_limit: Annotated[float | None, typer.Option(min=0.1, help="seconds, after which the best that was tried is the answer")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest layouts: mesh, pipeline, virtual stages, micro-batch, ZeRO, recomputation and offload."""
@@ -80,6 +81,7 @@ def search(
                 found = run(
                     module, shapes, cluster, global_batch=batch, top_k=top, runtime=runtime, memory=budget, precision=precision, optimizer=optimizer,
                     progress=seen.on_progress, cache=cache, imbalance=imbalance, in_subprocess=cli_options.alone and is_worthwhile(),
+                    seconds=time_limit,
                 )  # fmt: skip
         except KeyboardInterrupt:
             if seen.best:
@@ -88,7 +90,7 @@ def search(
             else:
                 typer.echo("interrupted", err=True)
             raise typer.Exit(INTERRUPTED) from None
-    _print(found, as_json, True)
+    _print(found, as_json, time_limit is None)
     if out is not None:
         out.write_text(json.dumps([ranked(r) for r in found], indent=1) + "\n", encoding="utf-8")
 

@@ -7,6 +7,7 @@ the second answer costs more is the answer to "why not": the accounts that grew 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -182,7 +183,9 @@ def _told(names: Sequence[str], count: int) -> str:
 
 def _wanted_splits(text: str, mesh: Mesh, target: str) -> dict[str, _WantedSplit]:
     axes = dict.fromkeys((*mesh.parents, *mesh.names))
-    letters = {name: letter for letter, name in LETTERS.get(target.rsplit(".", 1)[0], {}).items()}
+    letters: dict[str, str] = {}
+    for letter, name in LETTERS.get(target.rsplit(".", 1)[0], {}).items():
+        letters.setdefault(name, letter)  # of several that are called alike, as those of experts, the first, which every such operator has
     found: dict[str, _WantedSplit] = {}
     at = 0
     if text.strip().lower() in ("r", "replicate", "replicated"):
@@ -284,7 +287,9 @@ def _strategies(name: str, wanted_splits: Mapping[str, _WantedSplit], names: Nam
         for axis, letters in wanted.items():
             sizes = {x: rule.factors[x].size for x in letters}
             width = mesh.sizes_product(tuple(_children(axis, mesh)))
-            if sizes and all(n % width for n in sizes.values()):
+            if letters and letters <= set(rule.pairs) and (all_of := math.prod(sizes.values())) % width:
+                raise _Cannot(f"{all_of} experts do not divide over the {width} devices of {axis}")
+            if sizes and not letters <= set(rule.pairs) and all(n % width for n in sizes.values()):
                 said = ", ".join(f"{x} of {n}" for x, n in sorted(sizes.items()))
                 raise _Cannot(f"{said} does not divide over the {width} devices of {axis}")
             if not letters and rule.is_heavy:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-from autopar.cost import compute, loss_head
+from autopar.cost import compute, experts, loss_head
 from autopar.graph.graph import Tensor
 from autopar.graph.mesh import Mesh
 from autopar.hardware.cluster import Cluster
@@ -63,6 +63,8 @@ def model_flops(folded: Folded, mesh: Mesh) -> dict[str, float]:
             once *= ATTENTION_BACKWARD / compute.ATTENTION_BACKWARD
         elif loss_head.is_loss_head(op) and compute.is_backward(op):
             once *= 1 - 1 / loss_head.products(op)  # the scores are made once more
+        elif experts.is_experts(op):
+            once -= experts.remade_flops(op, compute.local_sizes(rule, {}, mesh))
         if once:
             out[compute.compute_dtype(op)] += times * once
     return out

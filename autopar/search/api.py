@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from time import perf_counter
 
 import torch
 from torch import nn
@@ -47,18 +48,23 @@ def search(
     in_subprocess: bool = False,
     below_s: float = math.inf,
     imbalance: float = EVEN,
+    seconds: float | None = None,
 ) -> list[Ranked]:
     """The `top_k` fastest layouts of a step of `model` that fit, the best first. Nothing is computed, the model may lie on the meta device.
 
     inputs, runtime, precision, optimizer: as `autopar.predict` has them, whose answer to each layout comes with it. memory: bytes that a device may use; default what
     it has, less a reserve. options: what is tried (`Space`), such as {"cp": [1], "recompute": ["none", "full"]}. progress: called with a `Progress`. cache: a file that
     keeps what was solved; a search that was interrupted goes on with it. in_subprocess, imbalance: as `autopar.plan` has them. below_s: layouts that take as long are not wanted; there may be none then.
+    seconds: from the call to the answer, which then are the best of the layouts that there was time for, one at least; what is likely to be the best is tried first.
 
-    No layout of the space is better than the first, none that is not in the list better than the last (`autopar.search.bounds` has the proof). Layouts that differ in
+    Without `seconds` no layout of the space is better than the first, none that is not in the list better than the last (`autopar.search.bounds` has the proof). Layouts that differ in
     ZeRO's level or offload alone are one, the fastest of them.
 
     Raises InfeasibleError when none fits; LayoutError, InputError, CaptureError, ClusterError.
     """
+    began_s = perf_counter()
+    if seconds is not None and not seconds > 0:
+        raise AutoparError(f"a search of {seconds!r} seconds", where="seconds", fix="give a number above 0, or leave it out")
     where, how, space = Cluster.of(cluster), Runtime.of(runtime), Space.of(options)
     if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1 or top_k < 1:
         raise AutoparError(f"a global batch of {global_batch!r}, the best {top_k!r}", where="search", fix="give whole numbers from 1")
@@ -77,7 +83,8 @@ def search(
     micros = MicroBatches(model, inputs, where, how, loss_fn, precision, Cache(cache), in_subprocess, imbalance)
     bounds = Bounds(space, where, how, optimizer, budget_bytes)
     prices = Prices(bounds, type(model).__name__, global_batch, tokens_of(inputs), precision, imbalance)
-    found = BestFirst(space, bounds, prices, micros, top_k, progress or (lambda p: None), below_s).run()
+    until_s = math.inf if seconds is None else began_s + seconds
+    found = BestFirst(space, bounds, prices, micros, top_k, progress or (lambda p: None), below_s, until_s).run()
     if not found and math.isinf(below_s):
         raise InfeasibleError(
             constraint=f"no layout of {type(model).__name__} on {where.name} keeps to {format_bytes(budget_bytes)} a device",

@@ -4,12 +4,14 @@
     2. hand layouts with a pipeline that are faster, by the same prices   (`autopar.search`, best first, with the plan's time as what is to be beaten)
     3. of the best of them the mesh and the number of micro-batches: planned, with free choice of all else, the schedule included (`autopar.planner.schedules`)
 
-So no hand layout with a pipeline is faster than the answer, but for those that share experts, and those of which there was no time to look, which it says. The second is left out where it could save little: a plan
+So no hand layout with a pipeline is faster than the answer, but for those of which there was no time to look, which it says; of models with routed experts, whose layouts are
+many, the most likely are looked at (`autopar.search.best_first`) for as long as the first took. The second is left out where it could save little: a plan
 takes no longer than its work, what it makes again for want of memory, and what communication adds; a pipeline takes nothing away but of the last two.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture.experts import has_experts
 from autopar.errors import AutoparError
 from autopar.graph.graph import Tensor
 from autopar.hardware.cluster import Cluster
@@ -42,6 +45,7 @@ from autopar.text.times import format_time
 TRIED = 3  # meshes and numbers of micro-batches of the hand layouts that are faster
 PAYS = 60.0 / 5000  # seconds of a step, which a minute of planning is worth: as much is saved in so many steps
 AGAIN = 0.25  # of a step at most, that making again for want of memory takes: forward is a third of it
+LOOKS_S = 30.0  # at least, for layouts that share experts
 TOLD = "pipelines"  # of a plan's solver: what was tried
 
 Inputs = Mapping[str, torch.Tensor | Sequence[int]]
@@ -109,7 +113,8 @@ def plan(
         return not limits.in_proportion and time.perf_counter() - began > limits.seconds
 
     try:
-        found = faster(model, inputs, where, best, how)
+        left_s = math.inf if limits.in_proportion else limits.seconds - took_s
+        found = faster(model, inputs, where, best, how, min(max(LOOKS_S, took_s), left_s / 2))
     except InfeasibleError:
         return _or_raise(best, lacking)
     except AutoparError as e:  # what has no layers, or no sequence
@@ -151,22 +156,29 @@ def may_save_s(plan: Plan) -> float:
     return min(step_s, plan.predicted.get("exposed_s", 0.0) + again_s)
 
 
-def faster(model: nn.Module, inputs: Inputs, where: Cluster, best: Plan | None, how: Mapping[str, Any]) -> list[Ranked]:
-    """Hand layouts with a pipeline on all devices that take less than `best`. None of them shares experts: on the same mesh the planner does, where that is faster."""
+def faster(model: nn.Module, inputs: Inputs, where: Cluster, best: Plan | None, how: Mapping[str, Any], seconds: float) -> list[Ranked]:
+    """Hand layouts with a pipeline on all devices that take less than `best`. seconds: to look at those of routed experts, of which none splits the sequence: on the
+    same mesh the planner does, where that is faster."""
     depths = [k for k in range(2, where.size + 1) if where.size % k == 0]
+    shared: dict[str, Any] = (
+        {"options": {"cp": (1,)}, "seconds": seconds} if has_experts(model) else {"options": {"ep": (1,), "expert_tp": (None,)}}
+    )
+    shared["options"] |= {"pp": depths, "offload": bool(how.get("offload")), "idle": False}
     same = {k: how[k] for k in ("loss_fn", "precision", "optimizer", "in_subprocess", "imbalance")}
     memory = how.get("memory")
     return search(
         model, inputs, where, global_batch=batch_of(inputs), top_k=2 * TRIED, memory=None if isinstance(memory, str) else memory,
-        options={"pp": depths, "ep": (1,), "expert_tp": (None,), "offload": bool(how.get("offload")), "idle": False}, below_s=_seconds(best), **same,
+        below_s=_seconds(best), **shared, **same,
     )  # fmt: skip
 
 
 def asked_of(r: Ranked, batch: int) -> tuple[dict[str, int], int]:
-    """Mesh and number of micro-batches of a hand layout. Replicas and shards of the sequence are one axis: the planner splits what it will."""
+    """Mesh and number of micro-batches of a hand layout. Replicas and shards of the sequence are one axis, and neighbours with data that share experts another: the planner
+    splits what it will."""
     lay = r.layout
     data = r.cluster.size // (lay.pp * lay.tp)
-    axes = {PIPELINE: lay.pp, "dp": data, **({"tp": lay.tp} if lay.tp > 1 else {})}
+    axes = {PIPELINE: lay.pp, "dp": data // lay.sharing, "ep": lay.sharing, "tp": lay.tp}
+    axes = {n: k for n, k in axes.items() if k > 1 or n in (PIPELINE, "dp")}
     return axes, batch // (lay.micro_batch * (data // lay.cp))
 
 

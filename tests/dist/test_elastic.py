@@ -208,13 +208,13 @@ def test_more_than_was_asked_for() -> None:
 
 
 def test_neighbours_at_once_are_not_survived() -> None:
-    """And every survivor says so."""
-    out = run(Task(deaths=(Death(1, 3, "reduced"), Death(2, 3, "reduced")), survive=2))
+    """And every survivor says so, and what to start again from."""
+    out = run(Task(deaths=(Death(1, 3, "reduced"), Death(2, 3, "reduced")), survive=2, saves=2))
     assert out.code == 1 and not out.done
     assert set(out.errors) == {0, 3}
     for text in out.errors.values():
         assert "more was lost than can be survived at once: of version" in text and "nobody has the shard of rank 1 of 4" in text, text
-        assert "start again, from the last checkpoint" in text
+        assert "start again, from the last checkpoint, " in text and "checkpoint of step 2" in text, text
 
 
 def test_fewer_than_the_least() -> None:
@@ -222,3 +222,4 @@ def test_fewer_than_the_least() -> None:
     assert out.code == 1 and set(out.errors) == {0, 2, 3}, (out.said, out.errors)
     for text in out.errors.values():
         assert "3 of 4 processes are left, and the run needs 4; worker 1 ended by signal 9" in text, text
+        assert "start again, from the last checkpoint" in text, text

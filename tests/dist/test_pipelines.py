@@ -86,6 +86,7 @@ _MORE_ON_FOUR: dict[str, list[Case]] = {
         for layout in ("fsdp", None, "ddp")
     },
     "four, with tp": [(name, {"pp": 2, "tp": 2}, "1f1b", 4, 4, "tp", False) for name in ("llama", "gpt2", "bert", "mixtral")],
+    "four, with experts split": [("mixtral", {"pp": 2, "dp": 2}, "1f1b", 4, 4, "fsdp+ep", False)],
     "four, stages within": [("llama", {"dp": 2, "pp": 2}, "1f1b", 4, 4, "fsdp", True)],
 }  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Plan
 from autopar.planner import offline
 from autopar.search import everywhere
+from autopar.search.space import Space
 from tests.models import ZOO
 from tests.wide import cases
 
@@ -62,6 +64,29 @@ def test_it_is_said_where_no_hand_layout_is_faster(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(everywhere, "search", lambda *args, **how: [])
     plan = autopar.plan(ZOO["llama"].build(4), INPUTS, between(1e6), micro_batches="auto", precision="bf16")
     assert plan.pipeline is None and "no hand layout takes less than" in str(plan)
+
+
+@pytest.mark.parametrize(("name", "has_experts"), [("mixtral", True), ("llama", False)])
+def test_layouts_that_share_experts_are_looked_at(name: str, has_experts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For so many seconds; of models without, all are, since none is worth leaving out."""
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(everywhere, "search", lambda *args, **how: asked.update(how) or [])
+    how = {"loss_fn": None, "precision": "bf16", "optimizer": "adamw", "in_subprocess": False, "imbalance": 1.0}
+    assert everywhere.faster(ZOO[name].build(2), INPUTS, between(1e6), None, how, 40.0) == []
+    assert asked.get("seconds") == (40.0 if has_experts else None)
+    assert Space.of(asked["options"]).ep == (None if has_experts else (1,))
+
+
+def test_experts_are_shared_within_stages() -> None:
+    """The mesh that is planned for such a layout has an axis for them; the plan is about as fast as the layout, or faster."""
+    model, where = ZOO["mixtral"].build(2), between(1e6)
+    only = {"pp": [2], "ep": [2], "tp": [1], "cp": [1], "micro_batch": [2], "offload": False, "idle": False}
+    (best,) = autopar.search(model, INPUTS, where, global_batch=16, top_k=1, options=only)
+    assert (best.layout.pp, best.layout.ep) == (2, 2)
+    axes, number = everywhere.asked_of(best, 16)
+    assert (axes, number) == ({"pp": 2, "dp": 1, "ep": 2}, 4)
+    plan = offline.plan(model, INPUTS, where, axes, micro_batches=number, precision="bf16")
+    assert plan.pipeline is not None and plan.predicted["step_time_s"] <= 1.1 * best.prediction.step_time_s
 
 
 def test_it_is_called_as_the_plan_without() -> None:

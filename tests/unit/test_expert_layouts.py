@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 
@@ -13,11 +14,13 @@ from autopar.graph.graph import Graph
 from autopar.graph.mesh import Mesh
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Plan
+from autopar.planner.figures import model_flops
 from autopar.planner.formulation.training import TrainingConfig
 from autopar.planner.layout import Layout
 from autopar.planner.planning import plan_graph
 from autopar.planner.propagate import propagate
 from autopar.rules import lookup
+from autopar.solver.fold import fold
 from autopar.solver.solve import Limits
 from tests.experts import build
 from tests.unit.test_experts import captured, llama
@@ -85,6 +88,17 @@ def test_replicated_outside_of_experts() -> None:
     plan = by_hand(Layout(data=("dp", "ep"), experts=("ep",)))
     assert all(not p.storage.splits for n, p in plan.params.items() if not n.endswith(EXPERTS))
     assert all([s.dim for s in p.storage.splits] == [0] for n, p in plan.params.items() if n.endswith(EXPERTS))
+
+
+def test_the_models_flops_are_those_of_the_experts_that_a_token_meets() -> None:
+    """Six for each weight that a token meets, two of four experts, and attention's; not what backward of experts makes again."""
+    g, tokens, chosen = mixtral(), 16 * 128, 2 / 4
+    met = 0.0
+    for name, t in g.params.items():
+        if len(t.shape) > 1 and "embed" not in name:
+            met += math.prod(t.shape) * (chosen if name.endswith(EXPERTS) else 1.0)
+    attention = 3 * 2 * (4 * tokens * 128 * 256) / 2  # two layers, causal
+    assert sum(model_flops(fold(g), Mesh.of({"dp": 1})).values()) == pytest.approx(6 * tokens * met + attention, rel=2e-3)
 
 
 @pytest.mark.parametrize("how", [planned, by_hand])

@@ -346,6 +346,14 @@ def test_the_answer_is_predictions() -> None:
         assert autopar.predict(small, inputs(), r.cluster, r.layout, global_batch=8) == r.prediction
     assert not found[0].differs and all(r.differs for r in found[1:])
     assert told[-1].left == 0 and told[-1].best == tuple(found) and told[-1].pruned > 0
+    # With more time than it takes what is found first is the same here: layouts are real ones, by the same prices, and bounds tell the order.
+    limited = autopar.search(small, inputs(), "h100:4", **asked, seconds=600)
+    assert limited[0] == found[0]
+    hurried = autopar.search(small, inputs(), "h100:4", **asked, seconds=1e-6)
+    assert hurried and {r.layout.tp for r in hurried} == {1}, "what shares a sequence least comes first"
+    assert autopar.search(small, inputs(), "h100:4", **asked, seconds=1e-6, below_s=found[0].prediction.step_time_s / 2) == []
+    with pytest.raises(AutoparError, match="a search of 0 seconds"):
+        autopar.search(small, inputs(), "h100:4", **asked, seconds=0)
 
 
 def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
