@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,6 +23,7 @@ from autopar.kernels.sinks import with_sinks
 _MODULE, _MASKS = "transformers.modeling_utils", "transformers.masking_utils"
 _NAME = "autopar"
 _SAME = ("eager", "flex_attention")
+_HANDED = re.compile(r"\s*(attention_mask=)?attention_mask,\s*")
 
 
 @contextlib.contextmanager
@@ -68,9 +70,12 @@ def _source_of(forward: Any) -> str:
 
 
 def _has_sinks(m: Any) -> bool:
-    """Whether its attention is a softmax over keys and, if it has them, sinks."""
+    """Whether its attention is a softmax over keys and, if it has them, sinks; of a mask that is handed on as it came: one that is added to (DeepSeek-V4's, of keys that it
+    compresses) means what eager's masks do."""
     source = _source(type(m))
-    return "s_aux=self.sinks" in source and "softcap" not in source and not getattr(m, "attention_dropout", 0.0)
+    body = re.split(r"\)(?: ->.*)?:\n", source, maxsplit=1)[-1]
+    hands_on = all(_HANDED.fullmatch(line) for line in body.splitlines() if "attention_mask" in line)
+    return hands_on and "s_aux=self.sinks" in source and "softcap" not in source and not getattr(m, "attention_dropout", 0.0)
 
 
 def _forward(

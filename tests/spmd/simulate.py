@@ -37,6 +37,7 @@ from autopar.plan.plan import Plan
 from autopar.planner.formulation.overlap_windows import window_of
 from autopar.planner.layout import Layout
 from autopar.planner.propagate import propagate
+from autopar.runtime.lower import eager_module
 from autopar.solver.fold import fold
 from tests.spmd.exchange import exchanges
 
@@ -118,17 +119,17 @@ class Simulated:
             if stays:
                 assert self.parts.later is not None
                 given = [*stays, *(values[r] for r in self.parts.forward_inputs)]
-                out = fx.Interpreter(self.parts.later.forward).run(*given)
+                out = fx.Interpreter(eager_module(self.parts.later.forward)).run(*given)
                 there, made = iter(stays), iter(out[k:])
                 results, saved = out[:k], [next(there if i in self.parts.stays else made) for i in range(len(self.parts.saved))]
             else:
-                out = fx.Interpreter(self.parts.forward).run(*[values[r] for r in self.parts.forward_inputs])
+                out = fx.Interpreter(eager_module(self.parts.forward)).run(*[values[r] for r in self.parts.forward_inputs])
                 results, saved = out[:k], out[k:]
             if stays is not None:
                 stays[:] = [saved[i] for i in self.parts.stays]
             grads_out = ()
             if self.parts.backward is not None:
-                grads_out = fx.Interpreter(self.parts.backward).run(*saved, *[values[r] for r in self.parts.backward_inputs])
+                grads_out = fx.Interpreter(eager_module(self.parts.backward)).run(*saved, *[values[r] for r in self.parts.backward_inputs])
         outputs: list[torch.Tensor] = []
         updates: dict[str, torch.Tensor] = {}
         grads: dict[str, torch.Tensor] = {}
