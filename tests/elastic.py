@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.elastic import copies as copies_
-from autopar.elastic import newcomer, words
+from autopar.elastic import newcomer, room, words
 from autopar.elastic import session as session_
 from autopar.elastic.agent import Agent, Start
 from autopar.elastic.session import Session
@@ -75,6 +75,7 @@ class Task:
     memory: str | None = None
     micro_batches: int | None = None
     saves: int = 0  # after so many steps a checkpoint is written
+    full: tuple[int, int] = (-1, 0)  # a worker on whose machine host memory is full, and how many bytes are left of it
     others_program: str = ""  # what is different in a worker that is to join: "width", "dropout", "optimizer", "data"
 
     def mates(self, worker: int) -> tuple[int, range]:
@@ -269,6 +270,8 @@ def _work(task: Task, told: Any) -> Done:
     losses: dict[int, float] = {}
     draws: dict[int, float] = {}
     assert session.member is not None
+    if session.member.worker == task.full[0]:
+        room.free_bytes = lambda: task.full[1]
     every = list(batches(task, 8 if other == "data" else 7))
     size = task.steps // task.passes
     for k in range(task.passes):

@@ -6,7 +6,7 @@ Sending begins after the optimizer and ends beside the next forward and backward
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from autopar.elastic.protocol import Shard, partner, ward
 from autopar.elastic.state import Packed, crc_of
 from autopar.errors import AutoparError
 
+T = TypeVar("T")
 PIECE_BYTES = 1 << 26  # of a message
 HEADER = 3  # version, checksum, bytes
 
@@ -103,6 +104,14 @@ class Copies:
             if told.tolist() == [shard.version, crc_of(packed.buffer), packed.buffer.numel()]:
                 packed.crc = int(told[1])
                 self.holdings.wards[shard] = packed
+
+    def gathered(self, mine: T) -> list[T]:
+        """Of all ranks, by rank. Collective."""
+        out: list[Any] = [mine]
+        if self.ranks > 1:
+            out = [None] * self.ranks
+            dist.all_gather_object(out, mine, group=self.group)
+        return out
 
     def meet(self, asks: bool = False) -> bool:
         """Returns once all ranks are here: whether any of them asks, the same on all."""

@@ -62,7 +62,7 @@ def recover(session: Recovering, was_split: bool) -> Moved:
         own.add(live)
         if is_split:  # of what one rank alone had, each gets a part: it is kept until the copies of those are whole
             session.holdings.own[live] = mine[live]
-    told = _gathered(copies, (sorted(mine), sorted(own)))
+    told = copies.gathered((sorted(mine), sorted(own)))
     held = [shards for shards, _ in told]
     chosen = version_to_go_on_from(held)
     if chosen is None:
@@ -107,7 +107,7 @@ def _exchange(copies: Copies, least: int, moves: Moves, given: dict[int, Packed]
         for m in moves.to(to, only=me) if to != me else ():
             piece = views[m.old][m.spec.name][within(m.piece, m.old_box)].contiguous()
             sending.setdefault(to, []).append(piece.reshape(-1).view(torch.uint8))
-    told = _gathered(copies, (sum(n for pieces in coming.values() for _, n in pieces), least))
+    told = copies.gathered((sum(n for pieces in coming.values() for _, n in pieces), least))
     works: list[Any] = []
     out = {to: torch.cat(pieces) for to, pieces in sending.items()}
     into = {by: torch.empty(sum(n for _, n in pieces), dtype=torch.uint8) for by, pieces in coming.items()}
@@ -123,23 +123,15 @@ def _exchange(copies: Copies, least: int, moves: Moves, given: dict[int, Packed]
     return Moved(sum(got for got, _ in told), sum(needed for _, needed in told))
 
 
-def _gathered(copies: Copies, mine: Any) -> list[Any]:
-    out: list[Any] = [mine]
-    if copies.ranks > 1:
-        out = [None] * copies.ranks
-        dist.all_gather_object(out, mine, group=copies.group)
-    return out
-
-
 def _laid(copies: Copies, mine: tuple[tuple[Spec, ...], Sizes] | None) -> tuple[tuple[Spec, ...], Sizes]:
     """How the version that is taken lies, on a mesh of which sizes: a rank that does not have it is told."""
-    laid: tuple[tuple[Spec, ...], Sizes] = next(laid for laid in _gathered(copies, mine) if laid is not None)
+    laid: tuple[tuple[Spec, ...], Sizes] = next(laid for laid in copies.gathered(mine) if laid is not None)
     return laid
 
 
 def _alike(copies: Copies, mine: tuple[Alike, Random] | None) -> tuple[Alike, Random]:
     """What all have alike of the version that is taken, and torch's random state there; the first that has it gives it to those that do not."""
-    have = _gathered(copies, mine is not None)
+    have = copies.gathered(mine is not None)
     if all(have):
         assert mine is not None
         return mine

@@ -33,12 +33,14 @@ from autopar.distributed.groups import be_alone
 from autopar.elastic import words
 from autopar.elastic.ahead import Ahead
 from autopar.elastic.attach import Attached, attached_to
+from autopar.elastic.boxes import Spec, offsets
 from autopar.elastic.copies import Copies, Holdings
 from autopar.elastic.member import StoppedError, SupersededError
 from autopar.elastic.newcomer import PAUSE_S, Newcomer, timeout_of_groups_s
 from autopar.elastic.program import FIX, digest_of, of_model, of_session, of_steps
 from autopar.elastic.recover import Moved, Random, recover
 from autopar.elastic.remesh import remesh
+from autopar.elastic.room import Need, refuse_full
 from autopar.elastic.state import Alike, State, Stateful
 from autopar.errors import AutoparError, InputError, LostRankError
 from autopar.plan.schema import dumps
@@ -86,6 +88,7 @@ class Session:
         self.version, self.recoveries = 0, list[Recovery]()
         self.published = 0  # the newest version that there are copies of, or will be
         self.is_split, self.is_settled = self.state.is_split(), False
+        self.has_room: tuple[int, int] | None = None  # for copies: of this generation, of so many tensors
         self.holdings = Holdings()
         self.copies = None if self.member is None or self.newcomer is not None else self._new_copies()
         self.alike: dict[int, Alike] = {}
@@ -207,10 +210,19 @@ class Session:
         self.alike = {v: a for v, a in self.alike.items() if v < self.version and (v >= before or before >= self.version)}
         self.alike[self.version] = self.state.alike()
         if self.is_split:
-            packed = self.state.pack(copies.rank, self.state.sizes, copies.place_for(before))
+            specs = self.state.specs()
+            self._refuse_full(copies, specs)
+            packed = self.state.pack(specs, copies.rank, self.state.sizes, copies.place_for(before))
             copies.begin(self.version, packed, before)
         else:
             self.state.tensors()  # what could not be moved is said now, not at a loss
+
+    def _refuse_full(self, copies: Copies, specs: tuple[Spec, ...]) -> None:
+        """Before the first copies of a generation, and before the first that have the optimizer's state."""
+        if (now := (copies.generation, len(specs))) != self.has_room:
+            self.has_room = now
+            mine, wards = (offsets(specs, r, self.state.sizes)[1] for r in (copies.rank, copies.of))
+            refuse_full(copies.gathered(Need.of(mine, wards if copies.ranks > 1 else 0, self.holdings.bytes())))
 
     def _settle(self) -> None:
         """Once there is a plan that replicates all, nothing is copied from then on: every rank that has done this step has the version it makes. Until all have, the copies stay."""

@@ -196,9 +196,9 @@ class State:
         specs = tuple(_spec(name, t, (None,) * len(self.sizes)) for name, (t, _) in tensors.items())
         return self._packed(specs, tensors, 0, (1,) * len(self.sizes), None)
 
-    def pack(self, rank: int, sizes: Sizes, into: torch.Tensor | None = None) -> Packed:
-        """Copies this rank's parts into host memory. sizes: of the mesh; into: a buffer to use again, where it has the length."""
-        return self._packed(self.specs(), self.tensors(), rank, sizes, into)
+    def pack(self, specs: tuple[Spec, ...], rank: int, sizes: Sizes, into: torch.Tensor | None = None) -> Packed:
+        """Copies this rank's parts into host memory. specs: as `specs` says; sizes: of the mesh; into: a buffer to use again, where it has the length."""
+        return self._packed(specs, self.tensors(), rank, sizes, into)
 
     @staticmethod
     def _packed(

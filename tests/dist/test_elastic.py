@@ -217,6 +217,14 @@ def test_neighbours_at_once_are_not_survived() -> None:
         assert "start again, from the last checkpoint, " in text and "checkpoint of step 2" in text, text
 
 
+def test_full_host_memory() -> None:
+    """Every process says so, before anything is copied that has no room."""
+    small, large = (run(Task(full=(2, left), steps=3)) for left in (10**4, 10**9))
+    assert small.code == 1 and set(small.errors) == {0, 1, 2, 3}, (small.said, small.errors)
+    assert all("host memory is full: copies of shards need" in text and "machine" in text for text in small.errors.values())
+    assert large.code == 0 and set(large.done) == {0, 1, 2, 3}
+
+
 def test_fewer_than_the_least() -> None:
     out = run(Task(deaths=(Death(1, 2, "forward"),), least=4))
     assert out.code == 1 and set(out.errors) == {0, 2, 3}, (out.said, out.errors)

@@ -95,7 +95,7 @@ def test_a_parameter_of_no_dims() -> None:
 
     model = autopar.compile(Scaled(), {"dp": 1}, layout="fsdp", backend="aot_eager")
     state = State(model, torch.optim.SGD(model.parameters(), lr=0.1), [])
-    packed = state.pack(0, state.sizes)
+    packed = state.pack(state.specs(), 0, state.sizes)
     (spec,) = [s for s in packed.specs if s.name == "parameter scale"]
     assert spec.shape == (1,) and elements(replace(spec, stages=(0, (1,))).box(0, (2,))) == 0
     with torch.no_grad():
@@ -114,7 +114,7 @@ def test_counts_of_an_optimizer_stay_where_it_has_them() -> None:
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
     state = State(model, optimizer, [])
-    packed = state.pack(0, state.sizes)
+    packed = state.pack(state.specs(), 0, state.sizes)
     counts = [s for s in packed.specs if s.name.startswith("count:step")]
     assert len(counts) == len(list(model.parameters())) and all(s.on_host for s in counts)
     packed.specs = tuple(replace(s, on_host="bias" in s.name) for s in packed.specs)
