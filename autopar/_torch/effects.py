@@ -107,12 +107,15 @@ def _name_of(source: Any) -> str:
 
 def _effects(side: Any) -> list[Effect]:
     from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+    from torch._dynamo.variables.torch_function import TorchFunctionModeStackVariable
 
     real = {id(o): o for o in side.keepalive}
     stacks = getattr(side, "mutation_user_stacks", {})
     out = []
     for key, var in list(side.id_to_variable.items()):
         if not isinstance(var.mutation_type, (AttributeMutationExisting, ValueMutationExisting)) or not side.is_modified(var):
+            continue
+        if isinstance(var, TorchFunctionModeStackVariable) and _is_as_before(var):
             continue
         owner, source = real.get(key), _name_of(var.source)
         stack = tuple(stacks[var][-1]) if stacks.get(var) else ()
@@ -135,6 +138,12 @@ def _effects(side: Any) -> list[Effect]:
         said = nested.as_python_constant() if nested is not None else getattr(getattr(hook, "fn", None), "__qualname__", "a hook")
         out.append(Effect("hook", _name_of(tensor.source), (name, said), (), {}, ()))
     return out
+
+
+def _is_as_before(stack: Any) -> bool:
+    """Whether modes that forward entered it has left, and no default device was set: those that are there came from outside, each from its own place."""
+    found = [getattr(mode.source, "ind", None) for mode in stack.symbolic_stack]
+    return found == list(range(len(found))) and type(stack).offset == 0
 
 
 def _stays(owner: Any, name: str, value: Any, source: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn.utils import parametrizations as P
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -500,3 +501,18 @@ def test_buffers_of_a_checkpointed_region_change_once_and_that_is_said() -> None
     plain.norm(plain.a(x))
     torch.testing.assert_close(whole(model.norm.running_mean), plain.norm.running_mean)
     assert int(model.norm.num_batches_tracked) == 1
+
+
+class Looked(Net):
+    """Looks numbers up inside of vmap, as transformers' masks of prefixes do."""
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        table = torch.tensor([0.5, 2.0, 1.0, 3.0])
+        with TransformGetItemToIndex():
+            found = torch.vmap(lambda i: table[(i + 1) % 4])(torch.arange(4))
+        return x * found
+
+
+def test_a_mode_that_forward_enters_and_leaves() -> None:
+    assert_trains_alike(Looked)
+    assert trained(seeded(Looked)) != trained(seeded(Net))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn.modules import module as modules
 
 import autopar
@@ -155,6 +156,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "randint": (lambda: Between(lambda m, x: x * random.randint(0, 9)), r"cannot be captured.*`random`"),
     "numpy random": (lambda: Between(lambda m, x: x * torch.from_numpy(np.random.rand(4))), r"numpy.random.rand in forward"),
     "time": (lambda: Between(lambda m, x: x * time.time()), r"cannot be captured.*time.time"),
+    "mode that stays": (lambda: Between(lambda m, x: TransformGetItemToIndex().__enter__()), r"cannot be captured"),
     "print": (lambda: Between(lambda m, x: print("here")), r"cannot be captured.*print"),
     "lock": (lambda: Between(lambda m, x: x, lock=threading.Lock()), r"attribute 'lock' of module 'Between' cannot be copied"),
 }  # fmt: skip
