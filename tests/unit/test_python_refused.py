@@ -106,6 +106,10 @@ def in_place(m: Any, x: torch.Tensor) -> None:
         m.a.weight.mul_(0.5)
 
 
+def enters(m: Any, x: torch.Tensor) -> None:
+    TransformGetItemToIndex().__enter__()
+
+
 class Overlapping(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +160,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "randint": (lambda: Between(lambda m, x: x * random.randint(0, 9)), r"cannot be captured.*`random`"),
     "numpy random": (lambda: Between(lambda m, x: x * torch.from_numpy(np.random.rand(4))), r"numpy.random.rand in forward"),
     "time": (lambda: Between(lambda m, x: x * time.time()), r"cannot be captured.*time.time"),
-    "mode that stays": (lambda: Between(lambda m, x: TransformGetItemToIndex().__enter__()), r"cannot be captured"),
+    "mode that stays": (lambda: Between(enters), r"cannot be captured"),
     "print": (lambda: Between(lambda m, x: print("here")), r"cannot be captured.*print"),
     "lock": (lambda: Between(lambda m, x: x, lock=threading.Lock()), r"attribute 'lock' of module 'Between' cannot be copied"),
 }  # fmt: skip
