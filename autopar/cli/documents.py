@@ -260,12 +260,12 @@ class CalibrationDocument(Document):
 
 
 class WrittenDocument(Document):
-    """`autopar report` and `autopar trace`."""
+    """`autopar report`, `autopar trace` and `autopar compile`."""
 
     kind: Literal["written"] = "written"
     version: Literal[1] = 1
     plans: list[str] = Field(description="files of the plans")
-    file: str = Field(description="what was written: a page of HTML, or a trace")
+    file: str = Field(description="what was written: a page of HTML, a trace, or a folder of what was compiled")
 
 
 DOCUMENTS = (

@@ -49,6 +49,7 @@ def printed(about: list[str], tmp_path_factory: pytest.TempPathFactory) -> Calla
         "calibrate": ["calibrate", "--out", out],
         "report": ["report", plan, other, "-o", str(folder / "plan.html")],
         "trace": ["trace", plan, "-o", str(folder / "trace.json")],
+        "compile": ["compile", about[0], "--plan", plan, *about[3:], "-o", str(folder / "ahead")],
         "elastic plan": ["elastic", "plan", *about, "--unit", "device", "--survive", "1"],
         "elastic simulate": ["elastic", "simulate", *about, "--unit", "device", "--survive", "1", "--mtbf-cluster", "2h", "--days", "2"],
     }
@@ -60,7 +61,14 @@ def printed(about: list[str], tmp_path_factory: pytest.TempPathFactory) -> Calla
         captured.extend(() if captured else (real(*args),))
         return captured[0]
 
-    needs = {"show": ["plan"], "report": ["plan", "other"], "trace": ["plan"], "diff": ["plan", "other"], "same": ["plan"]}
+    needs = {
+        "show": ["plan"],
+        "report": ["plan", "other"],
+        "trace": ["plan"],
+        "compile": ["plan"],
+        "diff": ["plan", "other"],
+        "same": ["plan"],
+    }
     known: dict[str, dict[str, Any]] = {}
 
     def run(command: str) -> dict[str, Any]:
@@ -80,7 +88,7 @@ def printed(about: list[str], tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 KINDS = {
     "plan": "plan", "show": "plan", "diff": "difference", "same": "difference", "explain": "explanation", "frontier": "frontier",
-    "search": "search", "predict": "prediction", "calibrate": "calibration", "report": "written", "trace": "written",
+    "search": "search", "predict": "prediction", "calibrate": "calibration", "report": "written", "trace": "written", "compile": "written",
     "elastic plan": "elastic-templates", "elastic simulate": "elastic-simulation",
 }  # fmt: skip
 
@@ -90,6 +98,7 @@ def test_a_document_is_of_its_kind(command: str, printed: Callable[[str], dict[s
     from autopar.hardware.calibrate.result import calibration
 
     monkeypatch.setattr("autopar.hardware.calibrate.calibrate", lambda *a: calibration(measured()))
+    monkeypatch.setattr("autopar.cli.compile.compile_for", lambda *a, **how: None)  # compiled in tests/dist/test_artifacts.py
     found = printed(command)
     model = next(d for d in DOCUMENTS if d.model_fields["kind"].default == KINDS[command])
     assert (found["kind"], found["version"]) == (KINDS[command], model.model_fields["version"].default)
