@@ -74,7 +74,7 @@ class Task:
     model: str = "net"  # or "toy", a small decoder; "llama", "mixtral"
     memory: str | None = None
     micro_batches: int | None = None
-    saves: int = 0  # after so many steps a checkpoint is written
+    saves: int = -1  # after so many steps a checkpoint is written
     full: tuple[int, int] = (-1, 0)  # a worker on whose machine host memory is full, and how many bytes are left of it
     others_program: str = ""  # what is different in a worker that is to join: "width", "dropout", "optimizer", "data"
 
