@@ -271,7 +271,7 @@ def _work(task: Task, told: Any) -> Done:
     draws: dict[int, float] = {}
     assert session.member is not None
     if session.member.worker == task.full[0]:
-        room.free_bytes = lambda: task.full[1]
+        vars(room)["free_bytes"] = lambda: task.full[1]
     every = list(batches(task, 8 if other == "data" else 7))
     size = task.steps // task.passes
     for k in range(task.passes):

@@ -5,15 +5,13 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from autopar.distributed.last_checkpoint import last_checkpoint
 from autopar.errors import AutoparError
+from autopar.hardware.host_memory import free_bytes
 from autopar.text.sizes import format_bytes
 
 VERSIONS = 2  # of a shard are kept at once
-
-_MEMORY, _GROUP, _GROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -41,25 +39,3 @@ def refuse_full(needs: Sequence[Need]) -> None:
                 where=f"machine {machine}, {len(mine)} processes",
                 fix=f"free host memory there, spread the state over more processes, or leave elastic= out; start again, from {last_checkpoint()}",
             )
-
-
-def free_bytes() -> int:
-    """Host memory that can be had: of the machine, and of the limits of this process's control groups (cgroup v2)."""
-    found = [int(line.split()[1]) * 1024 for line in _MEMORY.read_text().splitlines() if line.startswith("MemAvailable:")]
-    return min([*found, *_left_of_groups()], default=1 << 62)
-
-
-def _left_of_groups() -> list[int]:
-    found: list[int] = []
-    try:
-        path = next((line[3:] for line in _GROUP.read_text().splitlines() if line.startswith("0::")), "").strip("/")
-        for folder in (_GROUPS / path, *(_GROUPS / path).parents):
-            most, used = folder / "memory.max", folder / "memory.current"
-            if most.exists() and (limit := most.read_text().strip()) != "max":
-                cache = [
-                    int(line.split()[1]) for line in (folder / "memory.stat").read_text().splitlines() if line.startswith("inactive_file ")
-                ]
-                found.append(int(limit) - int(used.read_text()) + sum(cache))
-    except (OSError, ValueError):
-        return found
-    return found

@@ -21,6 +21,7 @@ from autopar.capture.describe import tensor_name
 from autopar.errors import AutoparError
 from autopar.graph.calls import nbytes
 from autopar.graph.placement import Placement
+from autopar.hardware.host_memory import free_bytes
 from autopar.kernels.random import EagerRandom
 from autopar.passes.sharding.operators import HOLDS
 from autopar.runtime.step import Step
@@ -97,7 +98,7 @@ class FirstStep:
         """Call before the real one, on all ranks."""
         wanted = sum(nbytes(n) for n in self.step.captured.gm.graph.nodes if n.op != "output")
         whole = wholes()
-        if self.rank == 0 and wanted > _SHARE * _free_bytes():
+        if self.rank == 0 and wanted > _SHARE * free_bytes():
             warnings.warn(f"AUTOPAR_CHECK: one device would need {wanted / 1e9:.1f} GB: values are not compared with it", stacklevel=2)
         elif self.rank == 0:
             self.one = OneDevice(self.step.captured, {r: t.cpu() for r, t in whole.items()}, values[Role("seed")].cpu())
@@ -222,7 +223,3 @@ def _norm(t: torch.Tensor) -> float:
 
 def _said(r: Role) -> str:
     return f"{r.kind} {r.name or r.index}"
-
-
-def _free_bytes() -> float:
-    return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

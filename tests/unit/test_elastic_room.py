@@ -10,6 +10,7 @@ from autopar.distributed import last_checkpoint
 from autopar.elastic import room
 from autopar.elastic.room import Need, refuse_full
 from autopar.errors import AutoparError
+from autopar.hardware import host_memory
 
 GB = 10**9
 
@@ -35,16 +36,16 @@ def test_the_narrowest_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     memory.write_text("MemTotal:  9000 kB\nMemAvailable:  8000 kB\n")
     group.write_text("0::/pod/box\n")
     for name, path in (("_MEMORY", memory), ("_GROUP", group), ("_GROUPS", groups)):
-        monkeypatch.setattr(room, name, path)
-    assert room.free_bytes() == 8000 * 1024
+        monkeypatch.setattr(host_memory, name, path)
+    assert host_memory.free_bytes() == 8000 * 1024
     for folder, limit in ((inner, "max"), (inner.parent, "5000")):
         (folder / "memory.max").write_text(limit + "\n")
         (folder / "memory.current").write_text("3000\n")
         (folder / "memory.stat").write_text("anon 2000\ninactive_file 500\n")
-    assert room.free_bytes() == 2500, "pages of files are given back"
+    assert host_memory.free_bytes() == 2500, "pages of files are given back"
     group.write_text("4:memory:/pod\n")  # cgroup v1: nothing is known
     (groups / "memory.max").unlink(missing_ok=True)
-    assert room.free_bytes() == 8000 * 1024
+    assert host_memory.free_bytes() == 8000 * 1024
 
 
 def test_the_last_checkpoint_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
