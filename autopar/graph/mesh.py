@@ -59,6 +59,10 @@ class Mesh:
     def sizes(self) -> dict[str, int]:
         return {a.name: a.size for a in self.axes}
 
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        return tuple(a.size for a in self.axes)
+
     @property
     def parents(self) -> dict[str, int]:
         """The user's axes: name -> size, in order."""

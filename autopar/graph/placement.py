@@ -143,6 +143,17 @@ class Placement:
         """Where `axis` is: (dim, stride), a reduction's name, or None when replicated."""
         return self.where.get(axis) or self.reductions.get(axis)
 
+    def on(self, axes: tuple[str, ...]) -> tuple[tuple[int, int] | str | None, ...]:
+        """Where each of `axes` is."""
+        found = self._on.get(axes)
+        if found is None:
+            found = self._on[axes] = tuple(self.at(a) for a in axes)
+        return found
+
+    @cached_property
+    def _on(self) -> dict[tuple[str, ...], tuple[tuple[int, int] | str | None, ...]]:
+        return {}
+
     def __str__(self) -> str:
         if self.is_replicate:
             return "R"

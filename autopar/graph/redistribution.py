@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from autopar.graph.first_step import taken
 from autopar.graph.mesh import Mesh
-from autopar.graph.placement import Placement, Split
+from autopar.graph.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -30,124 +31,34 @@ class Step:
 
     def wire_bytes(self, mesh: Mesh, itemsize: int) -> float:
         """Bytes a rank sends, ring algorithms: (W-1)/W of the whole for gather and scatter, twice that for all-reduce."""
-        w = mesh.sizes_product(self.axes)
-        n_src = math.prod(self.src.local_shape(mesh)) * itemsize
-        n_dst = math.prod(self.dst.local_shape(mesh)) * itemsize
-        share = (w - 1) / w
-        return {
-            "slice": 0.0,
-            "reduce_scatter": n_src * share,
-            "all_to_all": n_src * share,
-            "all_reduce": 2 * n_src * share,
-            "all_gather": n_dst * share,
-        }[self.kind]
+        before, after = (math.prod(p.local_shape(mesh)) * itemsize for p in (self.src, self.dst))
+        return sent_elements(self.kind, before, after, mesh.sizes_product(self.axes))
 
     def permuted(self, order: tuple[int, ...]) -> Step:
         """The same of a tensor whose dim i is dim order[i] of this one."""
         return Step(self.kind, self.axes, self.src.permuted(order), self.dst.permuted(order), self.reduce)
 
 
+def sent_elements(kind: str, before: float, after: float, width: int) -> float:
+    """What a rank of `width` sends that holds so many elements, or bytes, before and after."""
+    if kind == "slice":
+        return 0.0
+    return (after if kind == "all_gather" else 2 * before if kind == "all_reduce" else before) * ((width - 1) / width)
+
+
 def redistribute(src: Placement, dst: Placement, mesh: Mesh) -> list[Step]:
     """The steps from `src` to `dst`. `dst` may be Partial only where `src` is, with the same reduction."""
     assert src.shape == dst.shape, (src, dst)
+    names = mesh.names
     steps: list[Step] = []
-    cur = src
-
-    def take(kind: str, axes: list[str], nxt: Placement, reduce: str = "") -> None:
-        nonlocal cur
-        steps.append(Step(kind, mesh.sort(tuple(axes)), cur, nxt, reduce))
-        cur = nxt
-
-    if src == dst:
-        return steps
-    there = {a: dst.at(a) for a in mesh.names}
-    wrong = list(mesh.names)
-    while cur != dst:
-        here = {a: cur.at(a) for a in wrong}
-        wrong = [a for a in wrong if here[a] != there[a]]
-        assert all(not isinstance(there[a], str) for a in wrong), f"cannot make a Partial: {src} -> {dst}"
-        axes, nxt = _feasible(cur, dst, [a for a in wrong if here[a] is None], mesh)
-        if axes:
-            take("slice", axes, nxt)
-            continue
-        summed = [a for a in wrong if isinstance(here[a], str) and there[a] is not None]
-        reductions = sorted({str(here[a]) for a in summed})
-        for r in reductions:
-            axes, nxt = _feasible(cur, dst, [a for a in summed if here[a] == r], mesh)
-            if axes:
-                take("reduce_scatter", axes, nxt, r)
-                break
-        else:
-            moving = [a for a in wrong if isinstance(here[a], tuple) and there[a] is not None]
-            axes, nxt = _feasible(cur, dst, moving, mesh, keep=True)
-            if axes:
-                take("all_to_all", axes, nxt)
-                continue
-            whole = [a for a in wrong if isinstance(here[a], str) and there[a] is None]
-            if whole:
-                r = str(here[whole[0]])
-                axes = [a for a in whole if here[a] == r]
-                take("all_reduce", axes, _without(cur, axes), r)
-                continue
-            axes = [a for a in wrong if isinstance(here[a], tuple) and there[a] is None] or moving
-            if not axes:  # a Partial that must become a shard, with nothing in its way: reduce, then slice
-                axes = summed[:1]
-                take("all_reduce", axes, _without(cur, axes), str(here[axes[0]]))
-                continue
-            take("all_gather", axes, _without(cur, axes))
+    for t in taken(src.on(names), dst.on(names), src.shape, mesh.widths):
+        after = Placement.of(
+            src.shape,
+            {a: at for a, at in zip(names, t.after, strict=True) if isinstance(at, tuple)},
+            {a: at for a, at in zip(names, t.after, strict=True) if isinstance(at, str)},
+        )
+        steps.append(Step(t.kind, tuple(names[i] for i in t.axes), steps[-1].dst if steps else src, after, t.reduce))
     return steps
-
-
-def _without(p: Placement, axes: list[str]) -> Placement:
-    for a in axes:
-        p = p.with_axis(a, None)
-    return p
-
-
-def _feasible(cur: Placement, dst: Placement, axes: list[str], mesh: Mesh, keep: bool = False) -> tuple[list[str], Placement]:
-    """The axes that can go to their place in `dst` now, and the placement then.
-
-    keep: the digit they leave must not overlap the new one either (an all-to-all exposes both).
-    """
-    if not axes:
-        return [], cur
-    digits: dict[int, dict[str, tuple[int, int]]] = {}
-    for x in cur.splits:
-        digits.setdefault(x.dim, {})[x.axis] = x.stride, mesh.axis_size(x.axis)
-    exposed = {dim: list(found.values()) for dim, found in digits.items()}
-    left, reduced = {x.axis: x for x in cur.splits}, dict(cur.partial)
-    done = []
-    for a in axes:
-        at = dst.at(a)
-        assert at is None or isinstance(at, tuple)
-        if at is not None:
-            dim, new = at[0], (at[1], mesh.axis_size(a))
-            if not _fit(cur.shape[dim], [*(d for x, d in digits.get(dim, {}).items() if x != a), new]):
-                continue
-            if keep and not _fit(cur.shape[dim], [*exposed.get(dim, ()), new]):
-                continue
-            exposed.setdefault(dim, []).append(new)
-        old = left.pop(a, None)
-        if old is not None:
-            del digits[old.dim][a]
-        reduced.pop(a, None)
-        if at is not None:
-            digits.setdefault(dim, {})[a] = new
-            left[a] = Split(*at, a)
-        done.append(a)
-    if not done:
-        return [], cur
-    return done, Placement(cur.shape, tuple(sorted(left.values())), tuple(sorted(reduced.items())))
-
-
-def _fit(size: int, digits: list[tuple[int, int]]) -> bool:
-    """Whether digits (stride, width) of a dim of `size` divide it and do not overlap."""
-    left = size
-    for stride, width in sorted(digits, reverse=True):
-        if stride < 1 or left % (stride * width):
-            return False
-        left = stride
-    return True
 
 
 def union_digits(src: Placement, dst: Placement, axes: list[str], mesh: Mesh) -> list[list[tuple[int, str, str]]] | None:

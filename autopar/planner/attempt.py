@@ -52,9 +52,11 @@ class Attempt:
         self.start = time.perf_counter() if since is None else since
         self.is_started = since is not None
         self.has_answer = self.is_first = False
+        self.bounds_more = False  # whether what was solved is to bound plans of more micro-batches too
         self.last: tuple[Mesh, Formulator, Problem] | None = None  # what was formulated last, of all that may be decided
         # Programs whose relaxations bound all plans: of all axes; and what the coarse bound is made of.
         self.bounding: Bounding | None = None
+        self.bounding_more: Bounding | None = None  # of as many micro-batches and more
         self.coarse: tuple[Formulated, Problem, Formulator] | None = None
         self.coarse_problems: dict[Instead | None, Problem] = {}
 

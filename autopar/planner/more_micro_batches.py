@@ -28,7 +28,7 @@ def bound_of_more(stages: Stages, instead: Instead | None = None, enough_s: floa
     """Seconds, of as many micro-batches as `stages` planned one of; infinite where no number of them fits; 0 where its plan was found without a program that says it, or this takes too long.
 
     instead: the program's other form, which the bound then holds for as well. enough_s: what cannot come to that much is not looked for."""
-    if stages.bounding is None and stages.coarse is None:
+    if stages.bounding_more is None and stages.coarse is None:
         return 0.0
     with stages.timed("bound of more micro-batches"):
         try:
@@ -45,8 +45,8 @@ def _least_s(stages: Stages, problem: Problem) -> float:
 def _bound_s(stages: Stages, instead: Instead | None, enough_s: float) -> float:
     """From the program of all axes, or what was left of it, and from a bound that does not know the axes. What was left out of the first is faster, as more micro-batches, by no
     more than the second is less."""
-    graph, coarse, whole = stages.view().shrunk.graph, stages.coarse, stages.bounding
-    bounds = []
+    graph, coarse, whole = stages.view().shrunk.graph, stages.coarse, stages.bounding_more
+    least_s = math.inf
     for other in (None,) if instead is None else (None, instead):
         bound_s = 0.0
         if coarse is not None:
@@ -55,5 +55,7 @@ def _bound_s(stages: Stages, instead: Instead | None, enough_s: float) -> float:
             problem = whole.problem if other is None else other.problem(whole.problem, whole.names, graph)
             more_s = _least_s(stages, more_often(problem, whole, stages.view().shrunk, stages.training))
             bound_s = max(bound_s, whole.with_left_out(more_s, bound_s))
-        bounds.append(bound_s)
-    return min(bounds)
+        least_s = min(least_s, bound_s)
+        if least_s < enough_s:  # which the other form would not change
+            break
+    return least_s

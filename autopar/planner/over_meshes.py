@@ -42,7 +42,7 @@ class Planner:
     ) -> None:
         self.captured, self.batch, self.limits = cache(captured), batch, limits
         self.on_progress, self.layout, self.least = on_progress, layout, least
-        self.has_begun = False
+        self.has_begun = self.is_counting = False  # is_counting: whether more micro-batches may be faster
         self.each_s = math.inf  # what a program may take, where there is no limit and a plan already
         self.best_s = math.inf  # of a call, of what was planned so far
         self.made: dict[tuple[tuple[int, ...], int], Plan | InfeasibleError | NoneFasterError] = {}
@@ -88,7 +88,7 @@ class Planner:
         """On a mesh, as so many micro-batches, or as many as is fastest (AUTO)."""
         if isinstance(number, int):
             return self.of(number, self.captured(number).on(axes))
-        sizes, patience = tuple(axes.values()), Patience()
+        sizes, patience, self.is_counting = tuple(axes.values()), Patience(), True
 
         def of(m: int, t: Task) -> Plan:
             made = self.of(m, t)
@@ -159,7 +159,7 @@ class Planner:
         try:
             found = plan_graph(
                 t.folded, t.mesh_axes, t.cluster, t.training, limits, self.on_progress, hand or self.layout, self.least, since,
-                instead if says_other else None, keep,
+                instead if says_other else None, keep if self.is_counting else None,
             )  # fmt: skip
         except NoneFasterError as e:
             raise NoneFasterError(m * e.bound_s, m * e.other_form_s) from None

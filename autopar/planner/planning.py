@@ -187,12 +187,13 @@ def plan_graph(
     layout (`autopar.planner.formulation.layouts` says what that leaves to choose). least: not the fastest plan, but that of the smallest peak.
     limits: where they end before there is an answer, axes are merged or a hand layout is taken, which has one soon. since: when planning began
     (`time.perf_counter`), if before this call. instead: the plan says what no plan takes less than with
-    other operators for some (`loss_head.OTHER_FORM`). asks: what more is asked of the programs that were solved, whether there is a plan or none.
+    other operators for some (`loss_head.OTHER_FORM`). asks: of more micro-batches, of the programs that were solved, whether there is a plan or none.
 
     Raises InfeasibleError naming the position of the step that does not fit, by how much, and what would help; LayoutError when the model
     or the mesh does not allow the layout; NoneFasterError where something faster was asked for (`Limits.below_s`) and not found.
     """
     step = Step.of(graph, mesh_axes, cluster, training, limits, progress, layout, since)
+    step.stages.bounds_more = asks is not None
 
     def solved(step: Step) -> Found:
         return budgets.least(step.stages) if least else step.stages.run()

@@ -130,7 +130,7 @@ class Stages(Attempt):
         self.begin(f"solve {axes_said(mesh)}")
         seen = solve_relaxed(problem.relaxed, problem, self.left, self.on_progress)
         if mesh is self.mesh:
-            self.bounding = Bounding(problem.relaxed, f.names, f.wires)
+            self.bounding = self.bounding_more = Bounding(lambda: problem.relaxed, f.names, f.wires)
         if seen is None and self.limits.below_s < math.inf:
             raise NoneFaster(self.limits.below_s)
         if seen is None:
@@ -244,7 +244,7 @@ class Stages(Attempt):
         """bound_s: what is known of the whole already."""
         coarse_bound_s = bound = -1.0
         best: Found | None = None
-        near, has_none = max(self.limits.gap, NEAR), False
+        near, has_none, is_pruned = max(self.limits.gap, NEAR), False, False
         # What they have is not near to the bound: looked for only if the others have nothing better, the one that may be fastest first.
         far: list[tuple[float, Mesh, tuple[Formulator, Problem]]] = []
 
@@ -278,6 +278,12 @@ class Stages(Attempt):
                 bound = max(bound_s, coarse_bound_s)
                 if bound >= self.limits.below_s:
                     raise NoneFaster(bound)
+                is_pruned = 1 - bound / self.limits.below_s <= FAR
+                if is_pruned:  # there is a plan already: most often, nothing is better
+                    with watching(until=self.until), contextlib.suppress(TimeoutError):
+                        best = self.pruned(v, None, bound, coarse_bound_s)
+                    if is_within(best, near):
+                        break
             try:
                 with watching(until=self.until if best is not None else math.inf):
                     take(smaller, made, bound / (1 - near))
@@ -299,7 +305,7 @@ class Stages(Attempt):
                     raise
         late = time.perf_counter() - self.start > self.limits.seconds / 2
         known_s = self.limits.below_s if best is None else best.answer.objective_s if isinstance(best.answer, Solution) else -math.inf
-        if bound > 0 and self.limits.gap < 1 - bound / known_s <= FAR and not late:
+        if bound > 0 and self.limits.gap < 1 - bound / known_s <= FAR and not late and not is_pruned:
             with watching(until=self.until), contextlib.suppress(TimeoutError):
                 best = self.pruned(v, best, bound, coarse_bound_s)
         if best is None:
@@ -344,9 +350,15 @@ class Stages(Attempt):
             assert isinstance(best.answer, Solution)
             return replace(best, answer=replace(best.answer, bound_s=min(bound_s, best.answer.objective_s)))
 
-        # Where all that is wanted is to know that nothing is faster, what is left is to say it of more micro-batches too (`autopar.planner.more_micro_batches`).
-        lower_s = coarse_bound_s if best is not None or self.coarse is None else min(coarse_bound_s, self.coarse_bound_at_the_step())
-        f, problem = self.formulated(v, self.mesh, room_s=known - lower_s, trim=lambda p: prune(p, lower_s, known))
+        # The same, but for what no answer of more micro-batches that is better has either (`autopar.planner.more_micro_batches`).
+        more_s = min(coarse_bound_s, self.coarse_bound_at_the_step()) if self.bounds_more and self.coarse is not None else coarse_bound_s
+        larger: list[Problem] = []
+
+        def trim(problem: Problem) -> Problem:
+            larger.append(prune(problem, more_s, known))
+            return prune(larger[0], coarse_bound_s, known) if more_s < coarse_bound_s else larger[0]
+
+        f, problem = self.formulated(v, self.mesh, room_s=known - more_s, trim=trim)
         if arcs_of(problem) > TOO_MANY:
             return best
         try:
@@ -354,7 +366,11 @@ class Stages(Attempt):
                 relaxed = Relaxation(problem.relaxed, known).at(problem.budget_bytes, self.left)
         except TimeoutError:
             return best  # nor would other bounds be found of it in time
-        self.bounding = Bounding(problem.relaxed, f.names, f.wires, known, lower_s)
+        smaller = problem
+        self.bounding = self.bounding_more = Bounding(lambda: smaller.relaxed, f.names, f.wires, known, coarse_bound_s)
+        if more_s < coarse_bound_s:
+            fits = arcs_of(larger[0]) <= TOO_MANY
+            self.bounding_more = Bounding(lambda: f.at_the_step(larger[0]).relaxed, f.names, f.wires, known, more_s) if fits else None
         self.begin(f"solve {axes_said(self.mesh)}, without what cannot be better")
         if relaxed is None:  # nothing is better
             return told(known)

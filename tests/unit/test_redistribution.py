@@ -9,6 +9,8 @@ import torch
 from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
 from autopar.graph.redistribution import redistribute, union_digits
+from autopar.planner.formulation.least_shape import least_shape
+from autopar.planner.formulation.names import hops, moved
 
 MESHES = [{"a": 2}, {"a": 4}, {"a": 2, "b": 2}, {"a": 3, "b": 2}, {"a": 2, "b": 2, "c": 2}]
 
@@ -83,6 +85,26 @@ def test_random_redistributions(sizes: dict[str, int]) -> None:
             want = full[torch.meshgrid(*rank_index(dst, mesh, r), indexing="ij")]
             assert tuple(want.shape) == dst.local_shape(mesh)
             torch.testing.assert_close(locals_[r], want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_prices_are_those_of_the_least_shape(sizes: dict[str, int]) -> None:
+    """What planning pays for a tensor's moves is asked of a smaller one, which many tensors share: by the same collectives, with as many bytes."""
+    mesh, rng, smaller = Mesh.of(sizes), random.Random(1), 0
+    for _ in range(40):
+        shape = tuple(rng.choice([1, 4, 6, 8, 12, 24]) for _ in range(rng.choice([1, 2, 3])))
+        places = [random_placement(shape, mesh, rng, True) for _ in range(5)]
+        small, elements = least_shape(places)
+        smaller += elements > 1
+        for (src, a), (dst, b) in itertools.product(zip(places, small, strict=True), repeat=2):
+            steps, found = moved(src, dst, mesh), hops(a, b, mesh)
+            if steps is None or found is None:
+                assert steps is found
+                continue
+            want = [(k, s.kind, s.axes, s.wire_bytes(mesh, 1)) for k, s in enumerate(steps, 1) if s.kind != "slice"]
+            assert [(h.number, h.kind, h.axes) for h in found] == [w[:3] for w in want]
+            assert [h.elements * elements for h in found] == pytest.approx([w[3] for w in want])
+    assert smaller > 10
 
 
 def test_one_collective_for_several_axes() -> None:

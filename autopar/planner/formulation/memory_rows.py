@@ -59,6 +59,12 @@ def rows(f: Formulated, problem: Problem, is_bound: bool = False) -> Problem:
     )
 
 
+def step_row(f: Formulated, problem: Problem) -> Problem:
+    """`problem` with the row of what lives while the optimizer steps alone, as a relaxed one."""
+    r = Rows(Lifetimes(f, problem))
+    return replace(problem, relaxed_rows=(r.in_step(*r.parameters()),), rests=tuple(r.relaxation.rests))
+
+
 class Rows:
     def __init__(self, life: Lifetimes) -> None:
         self.life, self.f, self.program, self.problem, self.mesh, self.is_bound = (
@@ -84,7 +90,8 @@ class Rows:
         """As `Columns.add`; last_call: only where gradients are reduced."""
         self.columns.add(self.last_call if last_call else self.always, key, nbytes, first, last, tensor, grows)
 
-    def rows(self) -> tuple[Row, ...]:
+    def parameters(self) -> tuple[dict[Key, float], dict[Key, float]]:
+        """What always lives, and what does while the optimizer steps."""
         f, s = self.f, self.f.training
         static: dict[Key, float] = defaultdict(float)
         step: dict[Key, float] = defaultdict(float)
@@ -112,6 +119,14 @@ class Rows:
             static["x", f.names.inputs, 0 if self.is_bound else option] = sum(
                 t.nbytes * n for t, n in zip(self.program.graph.inputs, shares, strict=True)
             )
+        return static, step
+
+    def in_step(self, static: dict[Key, float], step: dict[Key, float]) -> Row:
+        return self.row(IN_STEP, {}, self.relaxation.row(_sum(static, step), False))
+
+    def rows(self) -> tuple[Row, ...]:
+        f, s = self.f, self.f.training
+        static, step = self.parameters()
         for v in range(len(self.problem.values)):
             check()
             self.value(v)
@@ -131,12 +146,11 @@ class Rows:
         groups = self.groups([*outside, *dict.fromkeys([*([] if f.is_decided else ends), *inside])])
         for group, (common, own) in zip(groups, largest.split(groups), strict=True):
             shared |= {at: (common, mine) for at, mine in zip(group, own, strict=True)}
-        in_step = _sum(static, step)
         if not f.is_decided:
-            self.relaxed_rows = [self.row(IN_STEP, {}, self.relaxation.row(in_step, False))]
+            self.relaxed_rows = [self.in_step(static, step)]
             self.relaxed_rows += [*self.relaxed(outside, static, shared, False), *self.relaxed(ends, static, shared, True)]
         found = [self.row(self.name(at), _sum(static, shared[at][0]), shared[at][1]) for at in (*outside, *inside)]
-        return *found, self.row(IN_STEP, {}, in_step), *self.of_calls(spans, static)
+        return *found, self.row(IN_STEP, {}, _sum(static, step)), *self.of_calls(spans, static)
 
     def relaxed(
         self, of: Sequence[At], static: dict[Key, float], shared: Mapping[At, tuple[dict[Key, float], dict[Key, float]]], within: bool

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from autopar.planner.formulation.lower_bound import at_the_step
 from autopar.planner.formulation.names import Names
@@ -16,13 +18,18 @@ from autopar.solver.shrink import Shrunk
 
 @dataclass(frozen=True)
 class Bounding:
-    """A program of all axes, whose relaxation bounds all plans: of one step. below_s: only those that take less, since what takes no less by a bound of `lower_s` was left out."""
+    """A program of all axes, whose relaxation bounds all plans: of one step. below_s: only those that take less, since what takes no less by a bound of `lower_s` was left out.
+    make: the relaxation, when it is asked for."""
 
-    problem: Problem
+    make: Callable[[], Problem]
     names: Names
     wires: Wires
     below_s: float = math.inf
     lower_s: float = -math.inf
+
+    @cached_property
+    def problem(self) -> Problem:
+        return self.make()
 
     def with_left_out(self, bound_s: float, lower_s: float) -> float:
         """What no plan takes less than. bound_s: of a program made of this one; lower_s: in place of the bound that something was left out by."""

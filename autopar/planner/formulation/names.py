@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import NamedTuple
 
+from autopar.graph.first_step import taken
 from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
-from autopar.graph.redistribution import Step, redistribute
+from autopar.graph.redistribution import Step, redistribute, sent_elements
 from autopar.planner.formulation.clusters import Clusters
 from autopar.planner.formulation.parameter_storage import Storage
 from autopar.planner.formulation.symmetry import SymmetryClasses
@@ -82,14 +82,24 @@ class Hop(NamedTuple):
     elements: float
 
 
-@lru_cache(maxsize=1 << 15)
 def hops(src: Placement, dst: Placement, mesh: Mesh) -> tuple[Hop, ...] | None:
-    """Those of `moved` that send anything. Known from one formulation to the next: parameters are the same in all forms of a step and all numbers of micro-batches, and at chosen
-    strategies everything is."""
-    steps = moved(src, dst, mesh)
-    return (
-        None if steps is None else tuple(Hop(k, s.kind, s.axes, s.wire_bytes(mesh, 1)) for k, s in enumerate(steps, 1) if s.kind != "slice")
-    )
+    """Those of `moved` that send anything."""
+    if src.shape != dst.shape:
+        steps = moved(src, dst, mesh)
+        return (
+            None
+            if steps is None
+            else tuple(Hop(k, s.kind, s.axes, s.wire_bytes(mesh, 1)) for k, s in enumerate(steps, 1) if s.kind != "slice")
+        )
+    if any(src.reductions.get(a) != r for a, r in dst.partial):
+        return None
+    names, found = mesh.names, []
+    held, whole = math.prod(src.local_shape(mesh)), math.prod(src.shape)
+    for k, t in enumerate(taken(src.on(names), dst.on(names), src.shape, mesh.widths), 1):
+        before, held = held, whole // t.parts
+        if t.kind != "slice":
+            found.append(Hop(k, t.kind, tuple([names[i] for i in t.axes]), sent_elements(t.kind, before, held, t.width)))
+    return tuple(found)
 
 
 def moved(src: Placement, dst: Placement, mesh: Mesh) -> list[Step] | None:

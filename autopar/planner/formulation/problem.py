@@ -22,7 +22,7 @@ from autopar.graph.placement import Placement
 from autopar.planner.formulation.accounts import ACCOUNTS, STAGES, account
 from autopar.planner.formulation.clusters import Clusters, clusters, narrowed
 from autopar.planner.formulation.formulated import Formulated
-from autopar.planner.formulation.memory_rows import rows
+from autopar.planner.formulation.memory_rows import rows, step_row
 from autopar.planner.formulation.names import Names
 from autopar.planner.formulation.parameter_storage import storages
 from autopar.planner.formulation.program import Program
@@ -111,6 +111,10 @@ class Formulator:
         choices = tuple(Choice(n, labels, tuple(times)) for n, labels, times in self.choices)
         problem = Problem(STAGES, ACCOUNTS, choices, tuple(values), tuple(recomputed_calls), (), self.training.budget_bytes)
         return rows(self.formulated(), trim(problem)) if self.training.counts else trim(problem), self.names
+
+    def at_the_step(self, problem: Problem) -> Problem:
+        """`problem`, which `run` made and was given to trim, with the memory of the optimizer's step alone."""
+        return step_row(self.formulated(), problem) if self.training.counts else problem
 
     def drop(self, room_s: float) -> None:
         kept: list[list[int]] = []

@@ -13,6 +13,7 @@ from autopar.graph.mesh import Mesh
 from autopar.graph.placement import Placement
 from autopar.planner.formulation.accounts import account
 from autopar.planner.formulation.clusters import Clusters
+from autopar.planner.formulation.least_shape import least_shape
 from autopar.planner.formulation.names import Names, hops, ways
 from autopar.planner.formulation.program import Program
 from autopar.planner.formulation.together import Together
@@ -172,33 +173,36 @@ class Wires:
         return replace(r, reads=fix(r.reads), makes=fix(r.makes))
 
     def arcs(self, w: Wire, have: set[int], want: set[int], stage: int) -> tuple[Arc, ...]:
-        places = [self.same.setdefault(p, p) for p in w.nodes]
+        places = list(w.nodes)
         itemsize = self.names.itemsize[w.name] = w.nbytes / max(1, math.prod(places[0].shape)) if places else 0.0
+        small, elements = least_shape(places)
+        small = [self.same.setdefault(p, p) for p in small]
         found = self.together.companies(w.name, stage, w.reduces) if self.training.joins and w.overlaps else ()
         w.companies[stage] = found
         out = []
         for src in sorted(have):
             for dst in sorted(want):
                 if src != dst:
-                    sent = self.sent(places[src], places[dst], itemsize, found)
+                    sent = self.sent(small[src], small[dst], itemsize * elements, found)
                     if sent is not None:
                         out.append(self.arc(src, dst, sent, w, stage))
                         if w.gathered and stage == 0 and sent and self.training.keeps_gathered and self.training.in_a_row > 1:
                             once = {a: t / self.training.in_a_row for a, t in out[-1].times.items()}
                             out.append(Arc(src, dst, once, stays=True, once=once))
                         if w.reduces and stage == 1 and self.training.micro_batches > 1:
-                            out += self.early(w, out[-1], places)
+                            out += self.early(w, out[-1], places, sent)
         return tuple(out)
 
-    def early(self, w: Wire, arc: Arc, places: Sequence[Placement], often: int = 1) -> list[Arc]:
+    def early(self, w: Wire, arc: Arc, places: Sequence[Placement], sent: Sent | None = None, often: int = 1) -> list[Arc]:
         """Beside `arc`, which brings a gradient to its parameter: arcs of which the first steps are taken in every micro-batch, and the sum is held behind them.
-        often: of how many micro-batches this is one, at least."""
+        sent: what it sends, where that is known; often: of how many micro-batches this is one, at least."""
         if len(w.demands[1]) != 1:  # else one sum would have to be in two places
             return []
         src, dst, itemsize = places[arc.src], places[arc.dst], self.names.itemsize[w.name]
-        sent = self.sent(src, dst, itemsize, w.companies[1])
         found = ways(self.names.stops(src, dst), itemsize, self.training.master_bytes, self.mesh)
-        return [self.arc(arc.src, arc.dst, sent or [], w, 1, way, often) for way in found]
+        if sent is None:
+            sent = self.sent(src, dst, itemsize, w.companies[1]) or []
+        return [self.arc(arc.src, arc.dst, sent, w, 1, way, often) for way in found]
 
     def sent(self, src: Placement, dst: Placement, itemsize: float, companies: tuple[Company, ...] = ()) -> Sent | None:
         """Of every collective from `src` to `dst` its number among the steps, from 1, its link and its seconds. companies: what they may be joined with."""
