@@ -9,10 +9,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -25,6 +27,7 @@ from autopar.elastic.protocol import stride_over
 from autopar.errors import AutoparError, LostRankError
 
 PAUSE_S = 0.005
+T = TypeVar("T")
 
 
 class StoppedError(LostRankError):
@@ -54,6 +57,7 @@ class Member:
         self.generation = 0 if words.JOINS not in os.environ else int(words.read(self.store, words.LATEST))
         self.members = list(words.read(self.store, words.generation(self.generation)))
         self.nodes: list[int] = words.read(self.store, words.NODES)  # by worker
+        self.is_supervised = True  # until the supervisor is found gone
         self.lock = threading.Lock()  # around what must not happen between looking at the generation and acting on it
         words.write(self.store, words.SETTINGS, [options.silence_s, options.regroup_s])
         _torch.watch_sockets()
@@ -83,11 +87,35 @@ class Member:
                     self.wish = words.read(self.listens, words.READY) or self.wish
                 latest = words.read(self.listens, words.LATEST)
                 stopped = self.listens.check([words.STOPPED])
-            except (RuntimeError, OSError):  # the supervisor is gone: training goes on, and ends with the next loss
+            except (RuntimeError, OSError):
+                self._without_supervisor()
                 return
             with self.lock:
                 if stopped or latest > self.generation:
                     _torch.shut_sockets()
+
+    def asks(self, ask: Callable[[], T], without: T) -> T:
+        """What the supervisor's store says; `without` where it is gone. Training goes on then, and ends with the next loss."""
+        try:
+            return ask()
+        except (RuntimeError, OSError):
+            self._without_supervisor()
+            return without
+
+    def says(self, key: str, value: object) -> None:
+        """To the supervisor, and through it to others; to nobody where it is gone."""
+        self.asks(lambda: words.write(self.store, key, value), None)
+
+    def _without_supervisor(self) -> None:
+        with self.lock:
+            if self.is_supervised and not self.ended.is_set():
+                self.is_supervised = self.grows = False
+                print(
+                    f"autopar: worker {self.worker}: the supervisor does not answer. Training goes on, but a loss ends it now, and nobody can join; what hangs is ended by "
+                    "the groups' timeout. Write a checkpoint soon",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     @property
     def rank(self) -> int:
@@ -100,7 +128,9 @@ class Member:
 
     @property
     def is_superseded(self) -> bool:
-        return bool(words.read(self.store, words.LATEST) > self.generation) or bool(self.store.check([words.STOPPED]))
+        return self.asks(
+            lambda: bool(words.read(self.store, words.LATEST) > self.generation) or bool(self.store.check([words.STOPPED])), False
+        )
 
     def abort(self) -> None:
         """A collective failed here: the others shall not wait for this rank."""
@@ -124,7 +154,7 @@ class Member:
 
     def stand(self, number: int) -> None:
         """Says that this member waits between two steps."""
-        words.write(self.store, words.between(self.generation, self.worker), number)
+        self.says(words.between(self.generation, self.worker), number)
 
     def is_let_in(self) -> bool:
         """Of one that is to join: whether there is a generation that has it. Raises StoppedError."""
@@ -180,9 +210,9 @@ class Member:
 
     def finish(self, passes: int) -> bool:
         """Says that this worker has done so many passes through the data, and waits for the others; False where a new generation begins instead. Bounded by `regroup_s`."""
-        words.write(self.store, words.finished(self.worker), [passes, False])
+        self.says(words.finished(self.worker), [passes, False])
         end = time.monotonic() + self.options.regroup_s
-        while time.monotonic() < end:
+        while time.monotonic() < end and self.is_supervised:
             if all(self._passes(w)[0] >= passes for w in self.members):
                 return True
             if self.is_superseded:
@@ -193,12 +223,12 @@ class Member:
 
     def goes_on(self, passes: int) -> None:
         """Says that this worker is not done, after so many passes: it is missed when it is gone."""
-        words.write(self.store, words.finished(self.worker), [passes, True])
+        self.says(words.finished(self.worker), [passes, True])
 
     def has_passed(self, passes: int) -> bool:
         """Whether any member is past so many passes through the data: then all have said that they had finished it."""
-        return any(self._passes(w)[0] >= passes and self._passes(w)[1] for w in self.members)
+        return self.is_supervised and any(self._passes(w)[0] >= passes and self._passes(w)[1] for w in self.members)
 
     def _passes(self, worker: int) -> tuple[int, bool]:
-        said = words.read(self.store, words.finished(worker))
+        said = self.asks(lambda: words.read(self.store, words.finished(worker)), None)
         return (0, True) if said is None else (said[0], said[1])

@@ -103,7 +103,7 @@ class Session:
         optimizer.register_step_pre_hook(self._before_optimizer)
         if self.member is not None and self.newcomer is None:
             if self.member.grows and self.member.rank == 0:
-                words.write(self.member.store, words.program("session"), of_session(model, optimizer, self.state.others))
+                self.member.says(words.program("session"), of_session(model, optimizer, self.state.others))
             self._guarded(self._publish)
 
     # ---- the loop ------------------------------------------------------------------------------------------------
@@ -276,18 +276,18 @@ class Session:
     def _pass(self, passes: list[tuple[int, bool]]) -> None:
         self.passes = passes
         if self.member is not None and self.member.grows:
-            words.write(self.member.store, words.PASSES, passes)
+            self.member.says(words.PASSES, passes)
 
     def _tell_steps(self) -> None:
         """What the steps compute, and how they are planned, for those that would join."""
         assert self.member is not None
         if self.member.grows and self.member.rank == 0 and (new := set(of_steps(self.model)) - self.told_steps):
-            key = words.program("steps")
-            before: list[str] = words.read(self.member.store, key) or []
-            words.write(self.member.store, key, [*before, *sorted(new - set(before))])
+            store, key = self.member.store, words.program("steps")
+            before: list[str] = self.member.asks(lambda: words.read(store, key) or [], [])
+            self.member.says(key, [*before, *sorted(new - set(before))])
             self.told_steps |= new
             if self.ahead.plans:
-                words.write(self.member.store, words.program("plans"), {n: dumps(plan) for n, plan in self.ahead.plans.items()})
+                self.member.says(words.program("plans"), {n: dumps(plan) for n, plan in self.ahead.plans.items()})
 
     def _let_in(self) -> None:
         """Waits for all members to be here, and goes on with those that join."""
