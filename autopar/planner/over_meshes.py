@@ -47,7 +47,7 @@ class Planner:
         self.best_s = math.inf  # of a call, of what was planned so far
         self.made: dict[tuple[tuple[int, ...], int], Plan | InfeasibleError | NoneFasterError] = {}
         self.more: dict[
-            tuple[tuple[int, ...], int], Callable[[], float]
+            tuple[tuple[int, ...], int], Callable[[], float] | float
         ] = {}  # says what no plan of a multiple of so many micro-batches takes less than
         self.keeps_solved = False
         self.solved: dict[
@@ -105,7 +105,7 @@ class Planner:
             lambda m, t: min(self.least_s(m, f) for f in t.forms),
             of,
             is_late,
-            lambda m: self.more[sizes, m]() if (sizes, m) in self.more else 0.0,
+            partial(self.more_s, sizes),
             self.limits.gap,
             lambda: min(self.least_s(1, f) for f in self.captured(1).on(axes).forms),
         )
@@ -135,6 +135,12 @@ class Planner:
         """Of a call: what is slower is of no use beside what was planned already. Half of the gap that a plan may have is not worth another program."""
         return math.inf if self.least else self.best_s * (1 - self.limits.gap / 2)
 
+    def more_s(self, sizes: tuple[int, ...], m: int) -> float:
+        """What no plan of more micro-batches than `m`, on a mesh of these sizes, takes less than. What it is found from is large, and not kept."""
+        found = self.more.get((sizes, m), 0.0)
+        self.more[sizes, m] = bound_s = found if isinstance(found, float) else found()
+        return bound_s
+
     @staticmethod
     def least_s(m: int, t: Task) -> float:
         return m * least_of(t.folded, t.mesh_axes, t.cluster, t.training)
@@ -152,8 +158,8 @@ class Planner:
 
         def keep(stages: Stages) -> None:
             if t is first:
-                self.more[tuple(t.mesh_axes.values()), m] = cache(
-                    lambda: m * bound_of_more(stages, instead, self.best_s * (1 - self.limits.gap) / m)
+                self.more[tuple(t.mesh_axes.values()), m] = lambda: (
+                    m * bound_of_more(stages, instead, self.best_s * (1 - self.limits.gap) / m)
                 )
 
         try:
