@@ -299,7 +299,7 @@ class StagedStep(Step):
         key = sync, accumulated
         if key not in self._cut:
             whole = joint(self.captured, self.graph, self.parts_of_program.plan, self.groups, self.settings, sync, accumulated, Dump(""))
-            self._cut[key] = cut(whole, self.parts_of_program.stages, self.pipeline.lists.stages)
+            self._cut[key] = cut(whole, self.parts_of_program.stages, self.pipeline.lists.stages, self.parts_of_program.holders)
         return self._cut[key]
 
     def halves(self, stage: int) -> HalvedBackward:
@@ -334,11 +334,4 @@ class StagedStep(Step):
 
 def staged(pipeline: Division, captured: Captured, graph: Graph, plan: Plan) -> Separate:
     """The program with a parameter for each stage that reads one."""
-    updates = [r.name for r in captured.outputs if r.kind == "buffer_update"]
-    if updates and any(op.direction == "backward" for op in graph.ops):
-        raise AutoparError(
-            f"forward changes buffer {updates[0]!r}, and on the stages of a pipeline each rank has buffers of its own",
-            where="pipeline",
-            fix="freeze it in training (eval() of that module), or train without an axis pp",
-        )
     return separate(captured, graph, plan, pipeline.where(graph, captured))

@@ -50,6 +50,7 @@ SIZES: dict[str, int] = {
         HEAD,
     ),
     "qk_head_dim": 2 * HEAD, "rotary_dim": HEAD, "mamba_d_state": 8, "state_size": 8, "mamba_d_conv": 4, "ssm_state_size": 8, "mamba_n_groups": 1,
+    "expand": 1, "mamba_expand": 1, "num_kv_shared_layers": 0,
     **dict.fromkeys(
         (
             "num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "n_layers", "depth", "num_decoder_layers", "num_encoder_layers",
