@@ -335,8 +335,7 @@ def capture(
     def finished(gm: fx.GraphModule, mode: Any, units: tuple[int, ...]) -> Captured:
         _torch.drop_dead_code(gm)
         lift_marks(gm)
-        plain_windows(gm, mode)
-        if plain_indices(gm, mode):
+        if plain_windows(gm, mode) | plain_indices(gm, mode):
             _torch.drop_dead_code(gm)
         merge_equal(gm)
         bound_masks(gm)
