@@ -140,6 +140,14 @@ class TrainingRun:
             kept = {r: t for r, t in values.items() if r in step.read_by_backward or r.kind == "coordinate"}
             flight.saved[s] = (saved, kept)
             return
+        if step.base.backward is None:  # nothing is trained here, nor on stages before
+            if a.kind != WEIGHT and s < last:
+                channels.receive(("B", s, a.micro_batch))
+            if a.kind != WEIGHT and s > 0:
+                channels.send(("B", s - 1, a.micro_batch), [])
+            if a.kind != INPUT:
+                del flight.saved[s]
+            return
         saved, values = flight.saved.pop(s)
         if a.kind != WEIGHT:
             if s < last:

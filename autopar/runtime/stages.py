@@ -77,16 +77,18 @@ class Division:
             self.cut = cut_into(graph, matches, self.lists.stages)
         return stages_of(graph, matches, self.cut)
 
-    def holding(self, model: nn.Module, found: Mapping[str, tuple[int, ...]]) -> None:
-        """Takes note of the stages that read each parameter. Those that no program reads go with their module's layer, or to the first stage.
+    def holding(self, model: nn.Module, parts: Separate) -> None:
+        """Takes note of the stages that read each parameter. Those that no program reads go with their module's layer, or where the parameter before them is: a head follows its body.
 
         Raises AutoparError for one that another program read on other stages: it is not there."""
+        found = {name: stages for name, stages in parts.holders.items() if name not in parts.unread}
         if not self.holders:
             assert self.cut is not None
-            by_layer = self.cut.of_layer
+            by_layer, before = self.cut.of_layer, 0
             for name, _ in model.named_parameters(remove_duplicate=False):
                 near = [s for layer, s in by_layer.items() if name.startswith(layer + ".")]
-                self.holders[name] = found.get(name) or (near[0] if near else 0,)
+                stages = self.holders[name] = found.get(name) or (near[0] if near else before,)
+                before = stages[0] if len(stages) == 1 else before
             for names in _aliases(model):
                 stages = tuple(sorted({s for n in names if n in found for s in found[n]})) or self.holders[names[0]]
                 self.holders |= dict.fromkeys(names, stages)

@@ -49,13 +49,15 @@ def stage_of(name: str, holders: Mapping[str, tuple[int, ...]]) -> int:
 
 @dataclass(frozen=True)
 class Separate:
-    """stages: of every operator that is not free; holders: the stages that read each parameter of the model, in order; the first has it under its own name."""
+    """stages: of every operator that is not free; holders: the stages that read each parameter of the model, in order; the first has it under its own name.
+    unread: parameters that no stage reads, which holders has on the first."""
 
     captured: Captured
     graph: Graph
     plan: Plan
     stages: Mapping[str, int]
     holders: Mapping[str, tuple[int, ...]]
+    unread: frozenset[str]
 
 
 def separate(captured: Captured, graph: Graph, plan: Plan, stages: Mapping[str, int]) -> Separate:
@@ -90,6 +92,7 @@ class _Separator:
         self.split: set[fx.Node] = set()  # sums of a gradient's parts, and what follows from them, which are not made
         self.of: set[fx.Node] = set()
         self.held: dict[str, tuple[int, ...]] = {}
+        self.unread: frozenset[str] = frozenset()
 
     def stage(self, n: fx.Node) -> int | None:
         source = n.args[0] if _torch.is_getitem(n) else n
@@ -132,7 +135,7 @@ class _Separator:
         captured = replace(self.captured, gm=gm, inputs=inputs, outputs=tuple(roles))
         params = {self.named(p, s, holders): choice for p, choice in self.plan.params.items() for s in holders.get(p, (0,))}
         plan = replace(self.plan, params=params, ops=self.ops).answering_as(self.plan)
-        return Separate(captured, describe(captured), plan, self.stages, holders)
+        return Separate(captured, describe(captured), plan, self.stages, holders, self.unread)
 
     # ---- who reads what ------------------------------------------------------------------------------------------
 
@@ -153,6 +156,9 @@ class _Separator:
                     found[p].add(s)
         for p, nodes in parts.items():
             found[p] |= {s for x in nodes if (s := self.stage(x.made)) is not None}
+        results = zip(self.captured.outputs, _torch.results_of(self.captured.gm.graph), strict=True)
+        returned = set(self.roots([n for r, n in results if r.kind in ("output", "buffer_update") and n in of_params]))
+        self.unread = frozenset(p for p, stages in found.items() if not stages and p not in returned)
         return {p: tuple(sorted(stages)) or (0,) for p, stages in found.items()}
 
     def roots(self, nodes: list[fx.Node]) -> Iterator[str]:

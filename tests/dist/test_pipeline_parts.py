@@ -1,4 +1,5 @@
-"""Modules whose parts lie oddly for a pipeline, on two stages beside one device: buffers that forward changes, results that no stage makes."""
+"""Modules whose parts lie oddly for a pipeline, on two stages beside one device: buffers that forward changes, results that no stage makes,
+stages that train nothing, parameters that are read outside of layers."""
 
 from __future__ import annotations
 
@@ -69,7 +70,26 @@ def _beside(kind: type[nn.Module], number: int) -> None:
         torch.testing.assert_close(buffers[n], b, msg=f"{kind.__name__}, {number} micro-batches: buffer {n}")
 
 
-CASES: list[tuple[type[nn.Module], int]] = [(Counted, 2), (Normed, 1)]
+class Headed(nn.Module):
+    """Nothing is trained on the first stage. A temperature is read by the last one, as CLIP's is; a head and a layer, by what is no part of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.3))
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.head = nn.Linear(6, 3)
+        self.layers[0].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.layers[1](torch.tanh(self.layers[0](x)))
+        return {
+            "loss": F.mse_loss(h * self.temperature.exp(), y),
+            "out": self.head(self.layers[2](h) * self.temperature.exp()),
+            "best": h.argmax(-1),
+        }
+
+
+CASES: list[tuple[type[nn.Module], int]] = [(Counted, 2), (Normed, 1), (Headed, 2)]
 
 
 def _all() -> None:
