@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,6 +36,7 @@ def whole_language() -> Iterator[None]:
     transforms of modules    a real copy of each parameter, for what runs while it is traced, cannot be made inside of a transform; nothing runs here
     sizes after transpose_   those before it: dynamo reads a tensor's sizes once, and not again after an in-place view (torch 2.13)
     nn.Transformer's masks   looked at, for whether they are causal. That is for speed alone: a mask that is causal is added as any other
+    warnings.warn            no more than a logger's lines, which it leaves out
     """
     from torch._decomp import decompositions
     from torch._dynamo import config, output_graph
@@ -51,7 +53,8 @@ def whole_language() -> Iterator[None]:
         (decompositions, "select_one_layer_lstm_function", lambda input, hx, params: decompositions.one_layer_lstm),
         (transformer, "_detect_is_causal_mask", _said_to_be_causal),
     )
-    wanted = {name: True for name in ("allow_rnn", "trace_autograd_ops") if hasattr(config, name)}
+    wanted: dict[str, Any] = {name: True for name in ("allow_rnn", "trace_autograd_ops") if hasattr(config, name)}
+    wanted |= {name: {warnings.warn} for name in ("ignore_logging_functions",) if hasattr(config, name)}
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # one operator for a whole layer, for inference: no rule could split it
     try:

@@ -32,6 +32,7 @@ from autopar.capture.masks import plain_masks
 from autopar.capture.ops import captured_ops, copied_operands
 from autopar.capture.sinks import sinks_as_attention
 from autopar.capture.tags import lift_marks, settle_tags
+from autopar.capture.unchanged import drop_unchanged
 from autopar.errors import CaptureError
 from autopar.graph.varying import Varying, with_units
 from autopar.tensors.memory_format import order_of, strides_of
@@ -323,6 +324,9 @@ def capture(
 
     roles_in = tuple(_role(d, name) for d in in_descs)
     roles_out = tuple(_role(d, name) for d in out_descs)
+    buffers = {r.name: i for i, r in enumerate(roles_in) if r.kind == "buffer"}
+    same = drop_unchanged(gm, buffers, {i: r.name for i, r in enumerate(roles_out) if r.kind == "buffer_update"})
+    roles_out = tuple(Role("none") if i in same else r for i, r in enumerate(roles_out))
     _refuse_unknown(roles_in, model, notes)
     _refuse_writes(roles_out, call, model)
     notes.effects, notes.sources = [], []
@@ -331,8 +335,7 @@ def capture(
     def finished(gm: fx.GraphModule, mode: Any, units: tuple[int, ...]) -> Captured:
         _torch.drop_dead_code(gm)
         lift_marks(gm)
-        plain_windows(gm, mode)
-        if plain_indices(gm, mode):
+        if plain_windows(gm, mode) | plain_indices(gm, mode):
             _torch.drop_dead_code(gm)
         merge_equal(gm)
         bound_masks(gm)

@@ -398,9 +398,7 @@ class _Separation:
 
 
 def _fix(more: str = "") -> str:
-    often = (
-        "leave micro_batches= out, or call the model with smaller batches and pass grad_accumulation= (its loss is then the mean of theirs)"
-    )
+    often = "pass micro_batches=1, or call the model with smaller batches and pass grad_accumulation= (its loss is then the mean of theirs)"
     return f"{more}; or {often}" if more else often
 
 

@@ -214,7 +214,7 @@ class Ahead:
 
     def _staged(self, before: tuple[Captured, Graph, Plan], ready: Ready, division: Division, settings: Settings) -> StagedStep:
         parts = staged(division, *before)
-        division.holding(self.model._builder.model, parts.holders)
+        division.holding(self.model._builder.model, parts)
         stored = {owner(n): dtype for n, dtype in settings.storage.items()}
         # Ranks compile different stages, so each its own.
         settings = replace(settings, storage={n: stored[owner(n)] for n in parts.graph.params}, once=None)

@@ -150,8 +150,11 @@ def units(graph: Graph, free: frozenset[str], number: Mapping[str, int]) -> dict
             unit[op.name] = max(known)
     readers = readers_of(graph)
     for op in reversed(forward):
-        if op.name not in unit:
-            unit[op.name] = min((unit[r] for r in readers.get(op.name, ()) if r in unit), default=0)
+        behind = [unit[r] for r in readers.get(op.name, ()) if r in unit]
+        if op.name not in unit and behind:
+            unit[op.name] = min(behind)
+    for op in forward:  # what backward alone reads
+        unit.setdefault(op.name, max((unit[a] for a in producers(op) if a in unit), default=0))
     return unit
 
 

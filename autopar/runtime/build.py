@@ -264,7 +264,7 @@ class Builder:
         parts = None
         if self.pipeline is not None:
             parts = staged(self.pipeline, captured, graph, plan)
-            self.pipeline.holding(self.model, parts.holders)
+            self.pipeline.holding(self.model, parts)
             stored = {n: stored[owner(n)] for n in parts.graph.params}
         with during("compile: parameters moving to where the plan has them", ranks):
             self.settle({n: c for n, c in plan.params.items() if n not in fixed})

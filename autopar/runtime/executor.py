@@ -9,7 +9,7 @@ Evaluation runs the forward of the whole batch on each stage in turn, and gives 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,17 @@ class Executor:
         dist.broadcast(t, self.pipeline.rank_of(stage), group=self.pipeline.axis)
         return t
 
+    def change_buffers(
+        self, module: Caller, step: StagedStep, found: Mapping[Role, torch.Tensor | None]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Buffers that forward changes become, on every rank, what their stage made of them; before each does, it is told. Collective."""
+        buffers = dict(module.named_buffers(remove_duplicate=False))
+        for role in step.captured.outputs:
+            if role.kind == "buffer_update":
+                b = buffers[role.name] if role.name in buffers else module._attribute(role.name)
+                yield role.name, b
+                b.copy_(self.shared_out(found.get(role), (tuple(b.shape), b.dtype), step.crossing.outputs[role]))
+
 
 class TrainingRun:
     """One call in flight, in training. sync: whether gradients are handed out at its backward."""
@@ -84,6 +95,7 @@ class TrainingRun:
         self.left = {s: len(flights) for s in executor.pipeline.mine}  # backwards that are to come
         self.stays: dict[int, list[torch.Tensor]] = {}  # by stage, what the first micro-batch gathered
         self.loss: torch.Tensor | None = None
+        self.buffers: Values = {}  # as forward leaves them; what is in the batch changes none, so every micro-batch does so alike
 
     def forward(self) -> tuple[torch.Tensor]:
         groups, pipeline = self.module._builder.groups, self.executor.pipeline
@@ -100,6 +112,8 @@ class TrainingRun:
             at, like = self.step.crossing.outputs[role], self.step.output_like(role)
             assert like is not None
             loss = self.executor.shared_out(self.loss, like, at)
+            for _ in self.executor.change_buffers(self.module, self.step, self.buffers):
+                pass
         self.flights.clear()
         self.stays.clear()
         return (loss,)
@@ -121,8 +135,18 @@ class TrainingRun:
             for role, t in results:
                 if role.kind == "output" and t is not None:
                     self.loss = t if self.loss is None else self.loss + t
+                elif role.kind == "buffer_update" and t is not None:
+                    self.buffers[role] = t
             kept = {r: t for r, t in values.items() if r in step.read_by_backward or r.kind == "coordinate"}
             flight.saved[s] = (saved, kept)
+            return
+        if step.base.backward is None:  # nothing is trained here, nor on stages before
+            if a.kind != WEIGHT and s < last:
+                channels.receive(("B", s, a.micro_batch))
+            if a.kind != WEIGHT and s > 0:
+                channels.send(("B", s - 1, a.micro_batch), [])
+            if a.kind != INPUT:
+                del flight.saved[s]
             return
         saved, values = flight.saved.pop(s)
         if a.kind != WEIGHT:
@@ -219,10 +243,12 @@ class Handed(torch.autograd.Function):
 
 
 class EvaluationRun:
-    """A call without gradients."""
+    """A call without gradients. again: of one that ran before, so buffers stay as they are."""
 
-    def __init__(self, module: Caller, executor: Executor, step: StagedStep, values: Mapping[int, Values], call: Call) -> None:
-        self.module, self.executor, self.step, self.values, self.call = module, executor, step, values, call
+    def __init__(
+        self, module: Caller, executor: Executor, step: StagedStep, values: Mapping[int, Values], call: Call, again: bool = False
+    ) -> None:
+        self.module, self.executor, self.step, self.values, self.call, self.again = module, executor, step, values, call, again
         self.before: dict[str, torch.Tensor] = {}
 
     def forward(self) -> tuple[torch.Tensor | None, ...]:
@@ -240,7 +266,7 @@ class EvaluationRun:
                 given = dict(self.step.steps[s].forward(values)[0])
                 if s < last:
                     channels.send(("F", s + 1, 0), taken(given, "sent", len(crossing.forward[s + 1])))
-                found |= {r: t for r, t in given.items() if r.kind == "output"}
+                found |= {r: t for r, t in given.items() if r.kind in ("output", "buffer_update")}
         outputs: list[torch.Tensor | None] = []
         with shared(groups, number, "results of a pipeline"), torch.no_grad():
             channels.close()
@@ -249,6 +275,8 @@ class EvaluationRun:
                     like = self.step.output_like(role)
                     there = None if like is None else self.executor.shared_out(found.get(role), like, crossing.outputs[role])
                     outputs.append(None if there is None else self.wrap(there, role.index))
+            if not self.again:
+                self.before = {name: b.clone() for name, b in self.executor.change_buffers(self.module, self.step, found)}
         return tuple(outputs)
 
     def wrap(self, t: torch.Tensor, index: int) -> torch.Tensor:

@@ -354,7 +354,7 @@ class ParallelModule(WrappingModule):
             with torch.set_grad_enabled(grad), torch.autocast(state, dtype=autocast[1], enabled=autocast[0]):
                 step = self._step_for(call, self._needs_grad(call))
                 if self._stages is not None:
-                    return self._pack(*self._stages.run(self, call, step, lambda: self._counters(number)), lengths)
+                    return self._pack(*self._stages.run(self, call, step, lambda: self._counters(number), before), lengths)
                 tensors = Tensors.of(self)
                 with during("outputs that were asked for: local inputs", self._builder.groups.ranks):
                     values = self._values(step, call, tensors, lambda: self._counters(number))

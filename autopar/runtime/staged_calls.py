@@ -96,8 +96,14 @@ class StagedCalls:
         self.anchor = torch.zeros((), requires_grad=True)
 
     def run(
-        self, module: Parted, call: Call, step: Step | PartedCall, counters: Counters | None = None
+        self,
+        module: Parted,
+        call: Call,
+        step: Step | PartedCall,
+        counters: Counters | None = None,
+        before: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[TrainingRun | EvaluationRun, tuple[torch.Tensor | None, ...]]:
+        """before: of a call without gradients that ran before and runs again, buffers as they were."""
         tensors, groups = Tensors.of(module), module._builder.groups  # type: ignore[arg-type]
         trains = isinstance(step, PartedCall) or step.has_backward
         if isinstance(step, PartedCall):
@@ -116,7 +122,9 @@ class StagedCalls:
                 flights.append(Flight(one, values, part.call))
         if not trains:
             (flight,) = flights
-            run = EvaluationRun(module, self.executor, flight.step, flight.values, call)
+            for taken in flight.values.values():
+                taken |= {r: before[r.name] for r in taken if before and r.kind == "buffer" and r.name in before}
+            run = EvaluationRun(module, self.executor, flight.step, flight.values, call, before is not None)
             return run, run.forward()
         trained = tensors.trained
         training = TrainingRun(module, self.executor, flights, list(trained))

@@ -77,16 +77,18 @@ class Division:
             self.cut = cut_into(graph, matches, self.lists.stages)
         return stages_of(graph, matches, self.cut)
 
-    def holding(self, model: nn.Module, found: Mapping[str, tuple[int, ...]]) -> None:
-        """Takes note of the stages that read each parameter. Those that no program reads go with their module's layer, or to the first stage.
+    def holding(self, model: nn.Module, parts: Separate) -> None:
+        """Takes note of the stages that read each parameter. Those that no program reads go with their module's layer, or where the parameter before them is: a head follows its body.
 
         Raises AutoparError for one that another program read on other stages: it is not there."""
+        found = {name: stages for name, stages in parts.holders.items() if name not in parts.unread}
         if not self.holders:
             assert self.cut is not None
-            by_layer = self.cut.of_layer
+            by_layer, before = self.cut.of_layer, 0
             for name, _ in model.named_parameters(remove_duplicate=False):
                 near = [s for layer, s in by_layer.items() if name.startswith(layer + ".")]
-                self.holders[name] = found.get(name) or (near[0] if near else 0,)
+                stages = self.holders[name] = found.get(name) or (near[0] if near else before,)
+                before = stages[0] if len(stages) == 1 else before
             for names in _aliases(model):
                 stages = tuple(sorted({s for n in names if n in found for s in found[n]})) or self.holders[names[0]]
                 self.holders |= dict.fromkeys(names, stages)
@@ -299,7 +301,7 @@ class StagedStep(Step):
         key = sync, accumulated
         if key not in self._cut:
             whole = joint(self.captured, self.graph, self.parts_of_program.plan, self.groups, self.settings, sync, accumulated, Dump(""))
-            self._cut[key] = cut(whole, self.parts_of_program.stages, self.pipeline.lists.stages)
+            self._cut[key] = cut(whole, self.parts_of_program.stages, self.pipeline.lists.stages, self.parts_of_program.holders)
         return self._cut[key]
 
     def halves(self, stage: int) -> HalvedBackward:
@@ -334,11 +336,4 @@ class StagedStep(Step):
 
 def staged(pipeline: Division, captured: Captured, graph: Graph, plan: Plan) -> Separate:
     """The program with a parameter for each stage that reads one."""
-    updates = [r.name for r in captured.outputs if r.kind == "buffer_update"]
-    if updates and any(op.direction == "backward" for op in graph.ops):
-        raise AutoparError(
-            f"forward changes buffer {updates[0]!r}, and on the stages of a pipeline each rank has buffers of its own",
-            where="pipeline",
-            fix="freeze it in training (eval() of that module), or train without an axis pp",
-        )
     return separate(captured, graph, plan, pipeline.where(graph, captured))

@@ -27,6 +27,7 @@ from autopar.graph.calls import is_issue, is_wait
 from autopar.passes.ancestors import ancestors
 from autopar.passes.recompute import counters
 from autopar.passes.shard import Sharded
+from autopar.passes.stages.separate import stage_of
 
 aten = torch.ops.aten
 _MOVES = {
@@ -57,14 +58,14 @@ class Stages:
     outputs: Mapping[Role, int]
 
 
-def cut(sharded: Sharded, stages: Mapping[str, int], number: int) -> Stages:
-    """stages: of the captured operators that have one."""
-    return _Cutter(sharded, stages, number).run()
+def cut(sharded: Sharded, stages: Mapping[str, int], number: int, holders: Mapping[str, tuple[int, ...]]) -> Stages:
+    """stages: of the captured operators that have one; holders: the stages that read each parameter of the model (`separate.py`)."""
+    return _Cutter(sharded, stages, number, holders).run()
 
 
 class _Cutter:
-    def __init__(self, sharded: Sharded, stages: Mapping[str, int], number: int) -> None:
-        self.sharded, self.number = sharded, number
+    def __init__(self, sharded: Sharded, stages: Mapping[str, int], number: int, holders: Mapping[str, tuple[int, ...]]) -> None:
+        self.sharded, self.number, self.holders = sharded, number, holders
         self.nodes = [n for n in sharded.gm.graph.nodes if n.op != "output"]
         places = [n for n in self.nodes if n.op == "placeholder"]
         self.role_of = dict(zip(places, sharded.inputs, strict=True))
@@ -111,7 +112,11 @@ class _Cutter:
         return stage
 
     def of_result(self, n: Any) -> int:
-        return self.stage.get(n, self.number - 1) if isinstance(n, fx.Node) else self.number - 1
+        """What has no stage is made on the last one, or where the parameter is that it follows from."""
+        if n in self.stage or not isinstance(n, fx.Node):
+            return self.stage.get(n, self.number - 1)
+        params = [self.role_of[a].name for a in ancestors([n]) if a in self.role_of and self.role_of[a].kind == "param"]
+        return min((stage_of(p, self.holders) for p in params), default=self.number - 1)
 
     # ---- what crosses --------------------------------------------------------------------------------------------
 
@@ -178,7 +183,8 @@ class _Cutter:
 
     def is_mine(self, role: Role, n: Any, t: int) -> bool:
         if role.kind in ("grad", "input_grad"):
-            return isinstance(n, fx.Node) and self.stage.get(n, self.number - 1) == t
+            there = stage_of(role.name, self.holders) if role.kind == "grad" else self.number - 1
+            return isinstance(n, fx.Node) and self.stage.get(n, there) == t
         return self.of_result(n) == t
 
 

@@ -41,15 +41,23 @@ def owner(name: str) -> str:
     return name.partition(AT)[0]
 
 
+def stage_of(name: str, holders: Mapping[str, tuple[int, ...]]) -> int:
+    """The stage whose parameter `name` is."""
+    param, _, stage = name.partition(AT)
+    return int(stage) if stage else holders.get(param, (0,))[0]
+
+
 @dataclass(frozen=True)
 class Separate:
-    """stages: of every operator that is not free; holders: the stages that read each parameter of the model, in order; the first has it under its own name."""
+    """stages: of every operator that is not free; holders: the stages that read each parameter of the model, in order; the first has it under its own name.
+    unread: parameters that no stage reads, which holders has on the first."""
 
     captured: Captured
     graph: Graph
     plan: Plan
     stages: Mapping[str, int]
     holders: Mapping[str, tuple[int, ...]]
+    unread: frozenset[str]
 
 
 def separate(captured: Captured, graph: Graph, plan: Plan, stages: Mapping[str, int]) -> Separate:
@@ -83,6 +91,8 @@ class _Separator:
         self.ops: dict[str, OpChoice] = dict(plan.ops)
         self.split: set[fx.Node] = set()  # sums of a gradient's parts, and what follows from them, which are not made
         self.of: set[fx.Node] = set()
+        self.held: dict[str, tuple[int, ...]] = {}
+        self.unread: frozenset[str] = frozenset()
 
     def stage(self, n: fx.Node) -> int | None:
         source = n.args[0] if _torch.is_getitem(n) else n
@@ -93,7 +103,7 @@ class _Separator:
         self.of = of_params = self.of_params()
         results = list(zip(self.captured.outputs, _torch.results_of(self.captured.gm.graph), strict=True))
         parts = {r.name: self.parts(n) for r, n in results if r.kind == "grad" and isinstance(n, fx.Node)}
-        holders = self.holders(of_params, parts)
+        holders = self.held = self.holders(of_params, parts)
         inputs = self.placeholders(holders)
         rules = {op.name: lookup(op).kind == "random" for op in self.graph.ops}
         drawn = 0
@@ -125,7 +135,7 @@ class _Separator:
         captured = replace(self.captured, gm=gm, inputs=inputs, outputs=tuple(roles))
         params = {self.named(p, s, holders): choice for p, choice in self.plan.params.items() for s in holders.get(p, (0,))}
         plan = replace(self.plan, params=params, ops=self.ops).answering_as(self.plan)
-        return Separate(captured, describe(captured), plan, self.stages, holders)
+        return Separate(captured, describe(captured), plan, self.stages, holders, self.unread)
 
     # ---- who reads what ------------------------------------------------------------------------------------------
 
@@ -146,6 +156,9 @@ class _Separator:
                     found[p].add(s)
         for p, nodes in parts.items():
             found[p] |= {s for x in nodes if (s := self.stage(x.made)) is not None}
+        results = zip(self.captured.outputs, _torch.results_of(self.captured.gm.graph), strict=True)
+        returned = set(self.roots([n for r, n in results if r.kind in ("output", "buffer_update") and n in of_params]))
+        self.unread = frozenset(p for p, stages in found.items() if not stages and p not in returned)
         return {p: tuple(sorted(stages)) or (0,) for p, stages in found.items()}
 
     def roots(self, nodes: list[fx.Node]) -> Iterator[str]:
@@ -181,9 +194,9 @@ class _Separator:
         key = stage if n in self.of else None
         made = self.made[n].on
         if key not in made:
-            if key is None and n in self.of:  # a parameter that forward returns
-                key = min(s for s in made if s is not None)
-                return made[key]
+            if key is None and n in self.of:  # of a parameter, and forward returns it
+                stages = [s for s in made if s is not None] or [self.held[p][0] for p in self.roots([n])]
+                return self.bring(n, min(stages))
             assert n.op in ("call_function", "get_attr"), (n, stage, made)
             mine = self.stage(n) if n not in self.of else stage
             env = {a: self.bring(a, mine) for a in n.all_input_nodes}

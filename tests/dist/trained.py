@@ -17,6 +17,8 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """As a share of the largest element of `a`, the reference; infinite where it is no number."""
     whole = b.full_tensor() if isinstance(b, DTensor) else b
     assert whole.shape == a.shape
+    if not a.numel():
+        return 0.0
     d = float((a - whole).abs().max() / (a.abs().max() + 1e-6))
     return d if math.isfinite(d) else math.inf
 

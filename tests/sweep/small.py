@@ -5,7 +5,7 @@ Sizes are set by their names, in all parts of a configuration that there are. Wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,11 @@ VOCABULARY, BATCH, LENGTH, PIXELS, SAMPLES = 96, 4, 16, 32, 800
 FIRST = 10  # token that means nothing else
 
 NARROW, WIDE, HEADS, HEAD, LAYERS = 32, 64, 4, 8, 2
+DEPTHS = (
+    "num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "n_layers", "depth", "num_decoder_layers", "num_encoder_layers",
+    "encoder_num_hidden_layers", "decoder_num_hidden_layers", "num_blocks", "num_adapter_layers", "resampler_depth", "conformer_num_layers",
+    "num_hidden_layers_per_stage",
+)  # fmt: skip
 SIZES: dict[str, int] = {
     **dict.fromkeys(
         (
@@ -50,14 +55,8 @@ SIZES: dict[str, int] = {
         HEAD,
     ),
     "qk_head_dim": 2 * HEAD, "rotary_dim": HEAD, "mamba_d_state": 8, "state_size": 8, "mamba_d_conv": 4, "ssm_state_size": 8, "mamba_n_groups": 1,
-    **dict.fromkeys(
-        (
-            "num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "n_layers", "depth", "num_decoder_layers", "num_encoder_layers",
-            "encoder_num_hidden_layers", "decoder_num_hidden_layers", "num_blocks", "num_adapter_layers", "resampler_depth", "conformer_num_layers",
-            "num_hidden_layers_per_stage",
-        ),
-        LAYERS,
-    ),
+    "expand": 1, "mamba_expand": 1, "num_kv_shared_layers": 0, "d_latents": NARROW, "num_latents": 16, "num_self_attends_per_block": LAYERS,
+    **dict.fromkeys(DEPTHS, LAYERS),
     **dict.fromkeys(("vocab_size", "encoder_vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input", "entity_vocab_size", "codebook_size"), VOCABULARY),
     **dict.fromkeys(
         ("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions", "block_size", "context_length", "max_seq_len", "num_position_embeddings"), 64
@@ -100,6 +99,20 @@ def classes(head: str) -> dict[str, str]:
     return {t: c if isinstance(c, str) else c[0] for t, c in table.items()}
 
 
+def deep(layers: int) -> None:
+    """From now on models have so many layers, where they are counted."""
+    SIZES.update(dict.fromkeys(DEPTHS, layers))
+
+
+def _kinds(v: Sequence[Any]) -> list[Any]:
+    """Of layers, one of each kind first."""
+    layers = SIZES["num_hidden_layers"]
+    if len(set(map(str, v))) == 1:
+        return list(v)[:layers]
+    some = list(dict.fromkeys(v))
+    return (some + list(v)[len(some) :])[:layers]
+
+
 def shrunk(config: dict[str, Any]) -> dict[str, Any]:
     """What to say instead of what is in `config`."""
     out: dict[str, Any] = {}
@@ -119,7 +132,7 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:
         elif k in ("layer_types", "layers_block_type", "mlp_layer_types", "attention_types", "layers_types") and isinstance(
             v, (list, tuple)
         ):
-            out[k] = list(dict.fromkeys(v))[:LAYERS] if len(set(map(str, v))) > 1 else list(v)[:LAYERS]
+            out[k] = _kinds(v)
     return out
 
 
@@ -190,7 +203,7 @@ INPUTS: dict[str, Callable[[Any, torch.dtype], dict[str, Any]]] = {
     "token": lambda c, d: {**_padded(), "labels": ints(2, 2, BATCH, LENGTH)},
     "question": lambda c, d: {**_padded(), "start_positions": ints(2, LENGTH, BATCH), "end_positions": ints(4, LENGTH, BATCH)},
     "choice": lambda c, d: {"input_ids": _ids(BATCH, 2, LENGTH), "labels": ints(2, 2, BATCH)},
-    "ctc": lambda c, d: {"input_values": randn(3, BATCH, SAMPLES, dtype=d), "labels": _ids(BATCH, 4)},
+    "ctc": lambda c, d: {"input_values": randn(3, BATCH, SAMPLES, dtype=d), "labels": ints(2, 16, BATCH, 4) + FIRST},
     "audio": lambda c, d: {"input_values": randn(3, BATCH, SAMPLES, dtype=d), "labels": ints(2, 2, BATCH)},
     "contrastive": lambda c, d: {"input_ids": _ids(BATCH, LENGTH), "pixel_values": _pixels(c, d), "return_loss": True},
     "vision_text": lambda c, d: {"input_ids": _ids(BATCH, LENGTH), "labels": _labels(BATCH, LENGTH)},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable
 
@@ -112,3 +113,31 @@ def test_torch_is_left_as_it_was() -> None:
     with pytest.raises(CaptureError):
         graph(Scaled(UNKNOWN["nonzero"]), torch.ones(4, 4))
     assert state() == before
+
+
+@pytest.mark.skipif(not hasattr(torch._dynamo.config, "ignore_logging_functions"), reason="torch leaves out a logger's lines alone")
+def test_warnings_are_left_out() -> None:
+    def warned(x: Tensor) -> Tensor:
+        warnings.warn("this will go", FutureWarning, stacklevel=2)
+        return x.exp()
+
+    assert targets(graph(Scaled(warned), torch.randn(3)))["aten.exp.default"] == 1
+
+
+class Moved(nn.Module):
+    """Sets a buffer to what it is, another one to something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("table", torch.ones(3))
+        self.register_buffer("seen", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.table = self.table.to(x.device, x.dtype)
+        self.seen = self.table + x
+        return (self.weight * self.table * self.seen).sum()
+
+
+def test_a_buffer_that_stays_as_it_is_is_no_update() -> None:
+    assert set(graph(Moved(), torch.randn(3)).buffer_updates) == {"seen"}

@@ -149,6 +149,10 @@ class Window(nn.Module):
         lambda y: y.t().as_strided((3, 2), (6, 1), 1),
         lambda y: y[1:].as_strided((2, 3), (6, 2), 7),  # offsets count from the start of the memory
         lambda y: y.as_strided((4, 3), (6, 2)),
+        lambda y: y.as_strided((6, 4), (1, 6)),  # all of it
+        lambda y: y.t().as_strided((2, 1, 4, 3), (12, 7, 1, 4)),
+        lambda y: torch.zeros(24).as_strided_scatter(y, (4, 6), (1, 4)),
+        lambda y: torch.zeros(6, 4).t().as_strided_scatter(y, (4, 6), (6, 1)) * y,
     ],
 )
 def test_a_window_shows_what_it_shows_in_eager(of: Any) -> None:
