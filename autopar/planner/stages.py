@@ -378,7 +378,7 @@ class Stages(Attempt):
         best = told(bound_s)
         if is_within(best, self.limits.gap):
             return best
-        worse = {which for which, more_s in relaxed.dearer_s.items() if relaxed.tangent.at_s + more_s > known * (1 + EXACT)}
+        worse = {which for which, dearer_s in relaxed.dearer_s.items() if relaxed.tangent.at_s + dearer_s > known * (1 + EXACT)}
         problem = replace(problem, forbidden=problem.forbidden | worse)
         for share in SHARES:
             began = time.perf_counter()

@@ -14,15 +14,13 @@ from autopar.graph.placement import Placement, Split
 
 def least_shape(places: Sequence[Placement]) -> tuple[list[Placement], float]:
     """`places`, which are of one shape, at the least shape; and how many elements stand behind one of its."""
-    if not places or any(p.shape != places[0].shape for p in places):  # padded storage
+    shape = places[0].shape if places else (0,)
+    if not all(shape) or any(p.shape != shape for p in places):  # of no elements, or padded storage
         return list(places), 1.0
-    shape = places[0].shape
     strides: dict[int, set[int]] = {}
     for p in places:
         for s in p.splits:
             strides.setdefault(s.dim, set()).add(s.stride)
-    if not all(shape):
-        return list(places), 1.0
     unit = {d: math.gcd(shape[d], *found) for d, found in sorted(strides.items())}
     at = {d: i for i, d in enumerate(unit)}
     least = tuple(shape[d] // u for d, u in unit.items())

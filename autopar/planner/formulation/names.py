@@ -86,11 +86,9 @@ def hops(src: Placement, dst: Placement, mesh: Mesh) -> tuple[Hop, ...] | None:
     """Those of `moved` that send anything."""
     if src.shape != dst.shape:
         steps = moved(src, dst, mesh)
-        return (
-            None
-            if steps is None
-            else tuple(Hop(k, s.kind, s.axes, s.wire_bytes(mesh, 1)) for k, s in enumerate(steps, 1) if s.kind != "slice")
-        )
+        if steps is None:
+            return None
+        return tuple(Hop(k, s.kind, s.axes, s.wire_bytes(mesh, 1)) for k, s in enumerate(steps, 1) if s.kind != "slice")
     if any(src.reductions.get(a) != r for a, r in dst.partial):
         return None
     names, found = mesh.names, []
